@@ -1,0 +1,211 @@
+"""Collectors: run the policy in an environment and return a :class:`GroupRollout`.
+
+``on_step(step)`` is called once per vector step, as SB3's callbacks expect; collection ends early, with ``None``, where
+it returns ``False``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step
+from tpo_gym.agents.objectives import one_hot_scores
+from tpo_gym.agents.policies import ActorPolicy, TransformerPolicy
+from tpo_gym.agents.rollouts import (
+    EpisodeCandidates,
+    GroupRollout,
+    Observations,
+    SequenceCandidates,
+    StateCandidates,
+    TokenCandidates,
+)
+from tpo_gym.envs.tokens import BatchedTokens
+
+OnStep = Callable[[Step], bool]
+Baseline = float | Literal["expected"]
+
+
+def _stack(observations: Sequence[Observations]) -> Observations:
+    """Observations of ``T`` vector steps as rows ``t * n_envs + i``."""
+    first = observations[0]
+    if isinstance(first, dict):
+        return {key: torch.cat([obs[key] for obs in observations]) for key in first}  # type: ignore[index]
+    return torch.cat(observations)  # type: ignore[arg-type]
+
+
+def _by_candidate(steps: list[Tensor], group_size: int) -> Tensor:
+    """Per-step values of all sub-environments, each ``(n_envs,)``, as ``(B, K, T)``."""
+    return torch.stack(steps, 1).unflatten(0, (-1, group_size))
+
+
+@torch.no_grad()
+def collect_episodes(env: GroupEnv, policy: ActorPolicy, group_size: int, on_step: OnStep) -> GroupRollout | None:
+    """``group_size`` full episodes per context, each scored by its return (candidate set "episodes"; TPO, section 2).
+
+    A sub-environment whose episode is over idles until the longest one ends; what it does meanwhile is not scored.
+    """
+    obs = env.start(group_size)
+    running = np.ones(env.num_envs, dtype=bool)
+    observations, actions, log_probs, rewards, masks = [], [], [], [], []
+    while running.any():
+        action, log_prob = policy(obs)
+        step = env.step(action)
+        observations.append(obs)
+        actions.append(action)
+        log_probs.append(log_prob)
+        rewards.append(step.rewards)
+        masks.append(running.copy())
+        running &= ~step.dones
+        obs = step.observations
+        if not on_step(step):
+            return None
+    n_steps = len(actions)
+    index = torch.arange(n_steps * env.num_envs, device=rewards[0].device).view(n_steps, -1).T
+    step_rewards, step_log_probs = _by_candidate(rewards, group_size), _by_candidate(log_probs, group_size)
+    mask = None
+    if not np.all(masks):
+        mask = torch.as_tensor(np.stack(masks, 1), device=index.device).unflatten(0, (-1, group_size))
+        step_rewards, step_log_probs = step_rewards * mask, step_log_probs * mask
+    scores = step_rewards.sum(-1)
+    return GroupRollout(
+        EpisodeCandidates(_stack(observations), torch.cat(actions), index.unflatten(0, (-1, group_size)), mask),
+        step_log_probs,
+        scores,
+        returns=scores.flatten(),
+        step_rewards=step_rewards,
+        mask=mask,
+    )
+
+
+@torch.no_grad()
+def collect_sequences(
+    env: BatchedGroupEnv, policy: TransformerPolicy, group_size: int, on_step: OnStep
+) -> GroupRollout | None:
+    """As :func:`collect_episodes`, for token tasks and a transformer: all completions in one cached pass."""
+    prompts = env.start(group_size)[::group_size, : policy.layout.sequence_length]
+    tokens, log_probs = policy.generate(prompts, group_size)
+    tasks = env.env
+    assert isinstance(tasks, BatchedTokens)
+    rewards, _ = tasks.step_sequences(tokens.flatten(0, 1).to(tasks.device))
+    rewards = rewards.to(tokens.device)
+    observations = tasks.observations()
+    n_steps = rewards.shape[1]
+    for t in range(n_steps):
+        if not on_step(Step(observations, rewards[:, t], np.full(env.num_envs, t + 1 == n_steps), None)):
+            return None
+    step_rewards = rewards.unflatten(0, (-1, group_size))
+    scores = step_rewards.sum(-1)
+    return GroupRollout(
+        SequenceCandidates(prompts, tokens), log_probs, scores, returns=scores.flatten(), step_rewards=step_rewards
+    )
+
+
+@torch.no_grad()
+def collect_actions(env: BatchedGroupEnv, policy: ActorPolicy, group_size: int, on_step: OnStep) -> GroupRollout | None:
+    """``group_size`` next actions at every state of one episode per context (candidate set "actions").
+
+    Each is scored at its state without stepping; the first one is executed. Groups are ordered by step, then context.
+    """
+    obs: Observations = env.start(1)
+    running = np.ones(env.num_envs, dtype=bool)
+    observations, actions, log_probs, scores, rewards = [], [], [], [], []
+    while running.any():
+        candidates, log_prob = policy.sample_candidates(obs, group_size)
+        observations.append(obs)
+        actions.append(candidates)
+        log_probs.append(log_prob)
+        scores.append(env.env.score_actions(candidates.to(env.env.device)).to(log_prob.device))
+        step = env.step(candidates[:, 0])
+        rewards.append(step.rewards)
+        running &= ~step.dones
+        obs = step.observations
+        if not on_step(step):
+            return None
+    all_log_probs = torch.cat(log_probs)
+    return GroupRollout(
+        StateCandidates(_stack(observations), torch.cat(actions), len(all_log_probs), group_size),
+        all_log_probs.unsqueeze(-1),
+        torch.cat(scores),
+        returns=torch.stack(rewards, 1).sum(1),
+    )
+
+
+@torch.no_grad()
+def collect_tokens(
+    env: BatchedGroupEnv, policy: TransformerPolicy, group_size: int, on_step: OnStep
+) -> GroupRollout | None:
+    """As :func:`collect_actions`, for token tasks and a transformer: one cached pass along the executed tokens.
+
+    Groups are ordered by prompt, then step.
+    """
+    prompts = env.start(1)[:, : policy.layout.sequence_length]
+    decoder = policy.decoder(prompts)
+    candidates, log_probs, scores, rewards = [], [], [], []
+    for _ in range(policy.layout.sequence_length):
+        distribution = decoder.distribution()
+        sampled = [distribution.sample() for _ in range(group_size)]
+        log_probs.append(torch.stack([distribution.log_prob(action) for action in sampled], 1))
+        candidates.append(torch.stack(sampled, 1))
+        scores.append(env.env.score_actions(candidates[-1].to(env.env.device)).to(prompts.device))
+        step = env.step(sampled[0])
+        rewards.append(step.rewards)
+        decoder.append(sampled[0])
+        if not on_step(step):
+            return None
+    chosen = torch.stack(candidates, 1)
+    return GroupRollout(
+        TokenCandidates(prompts, chosen[:, :, 0], chosen),
+        torch.stack(log_probs, 1).flatten(0, 1).unsqueeze(-1),
+        torch.stack(scores, 1).flatten(0, 1),
+        returns=torch.stack(rewards, 1).sum(1),
+    )
+
+
+@torch.no_grad()
+def collect_all_actions(
+    env: GroupEnv, policy: ActorPolicy, baseline: Baseline, merge: bool, on_step: OnStep
+) -> GroupRollout | None:
+    """Bandit feedback: one sampled action per context, every action a candidate (candidate set "all actions").
+
+    The score is the sampled action's advantage ``reward - baseline`` and 0 elsewhere.
+
+    Args:
+        env: One-step environment with Discrete actions.
+        policy: The policy.
+        baseline: A constant, or ``"expected"``: ``Σ_a π(a)²`` (TPO, section 3.3).
+        merge: All sub-environments share one constant context: average their score vectors into one group
+            (TPO, section 3.1).
+        on_step: See the module.
+
+    Raises:
+        ValueError: If an episode goes on after its first step.
+    """
+    obs = env.start(1)
+    log_policy = policy.all_log_probs(obs)
+    probabilities = log_policy.exp()
+    index = torch.multinomial(probabilities, 1).squeeze(1)
+    step = env.step(index + policy.action_start)
+    if not step.dones.all():
+        raise ValueError(
+            'candidates="all_actions" learns from one-step environments (bandits), but episodes went on after the '
+            'first step: use candidates="episodes".'
+        )
+    expected = probabilities.square().sum(-1) if baseline == "expected" else float(baseline)
+    scores = one_hot_scores(index, step.rewards - expected, log_policy.shape[1])
+    if not on_step(step):
+        return None
+    if merge:
+        obs, log_policy, scores, index = obs[:1], log_policy[:1], scores.mean(0, keepdim=True), None  # type: ignore
+    n_groups, n_actions = scores.shape
+    return GroupRollout(
+        StateCandidates(obs, None, n_groups, n_actions),
+        log_policy.unsqueeze(-1),
+        scores,
+        returns=step.rewards,
+        behaviour=index,
+    )

@@ -1,0 +1,136 @@
+"""From whatever the user passes as ``env`` to the vectorized environment that groups are collected in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv
+from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+from tpo_gym.envs.batched import BatchedEnv
+from tpo_gym.envs.sb3 import SB3VecEnv
+from tpo_gym.envs.single import SingleEnv
+
+EnvLike = str | gym.Env | VectorEnv | VecEnv
+CANDIDATE_SETS = ("episodes", "actions", "all_actions")
+
+
+def native_env(env: Any) -> BatchedEnv | None:
+    """The batched environment behind an unwrapped :class:`SB3VecEnv`, whose tensors can be used directly."""
+    return env.batched if isinstance(env, SB3VecEnv) else None
+
+
+def pick_candidates(
+    requested: str, env: BatchedEnv | None, action_space: spaces.Space, supported: Sequence[str] = CANDIDATE_SETS
+) -> str:
+    """The candidate set to use: ``requested``, or for ``"auto"`` the one that fits the environment.
+
+    Args:
+        requested: ``"auto"`` or one of :data:`CANDIDATE_SETS`.
+        env: The batched environment, where it is one of ours.
+        action_space: The action space.
+        supported: The sets that the algorithm's objective is defined for.
+
+    Raises:
+        ValueError: For an unknown set, or one that the environment or the algorithm cannot serve.
+    """
+    if requested not in (*CANDIDATE_SETS, "auto"):
+        raise ValueError(f'Unknown candidates {requested!r}: choose "auto", "episodes", "actions" or "all_actions".')
+    discrete = isinstance(action_space, spaces.Discrete)
+    one_step = env is not None and env.horizon == 1
+    if requested == "auto":
+        if one_step and discrete and "all_actions" in supported:
+            return "all_actions"
+        dense = env is not None and not one_step and getattr(env, "reward", None) != "terminal"
+        return "actions" if dense and "actions" in supported else "episodes"
+    if requested not in supported:
+        raise ValueError(f"candidates={requested!r} is not defined for this algorithm: use one of {tuple(supported)}.")
+    if requested == "all_actions" and not discrete:
+        raise ValueError(f'candidates="all_actions" lists every action: it needs Discrete actions, got {action_space}.')
+    if requested == "all_actions" and env is not None and not one_step:
+        raise ValueError(
+            f'candidates="all_actions" is for one-step tasks, but episodes last {env.horizon} steps: use "episodes" '
+            'or "actions".'
+        )
+    if requested == "actions" and env is None:
+        raise ValueError(
+            'candidates="actions" scores actions without taking them, which this environment cannot do: use "episodes".'
+        )
+    return requested
+
+
+def expand_env(
+    env: EnvLike, candidates: str, group_size: int, n_contexts: int, supported: Sequence[str] = CANDIDATE_SETS
+) -> EnvLike:
+    """Copy an id or a single environment as often as the candidate set needs; leave vectorized ones as they are."""
+    if isinstance(env, (VecEnv, VectorEnv)):
+        return env
+    spec = gym.spec(env) if isinstance(env, str) and ":" not in env else getattr(env, "spec", None)
+    if isinstance(env, str) and spec is None:
+        spec = gym.make(env).spec  # "module:id" imports the module that registers the id
+    if _is_ours(env, spec):
+        probe = gym.make_vec(spec, num_envs=1)  # type: ignore[arg-type]
+        kind = pick_candidates(candidates, probe, probe.single_action_space, supported)  # type: ignore[arg-type]
+        return gym.make_vec(spec, num_envs=n_contexts * (group_size if kind == "episodes" else 1))  # type: ignore[arg-type]
+    n_envs = n_contexts * (1 if candidates in ("actions", "all_actions") else group_size)
+    if isinstance(env, str):
+        return DummyVecEnv([lambda: Monitor(gym.make(spec)) for _ in range(n_envs)])  # type: ignore[arg-type]
+    copies = [_monitored(env), *(_monitored(_copy(env)) for _ in range(n_envs - 1))]
+    return DummyVecEnv([_constant(member) for member in copies])
+
+
+def _is_ours(env: EnvLike, spec: Any) -> bool:
+    if isinstance(env, gym.Env) and not isinstance(env.unwrapped, SingleEnv):
+        return False
+    entry = getattr(spec, "vector_entry_point", None)
+    return isinstance(entry, str) and entry.startswith("tpo_gym.") and not spec.additional_wrappers
+
+
+def _monitored(env: gym.Env) -> gym.Env:
+    wrapper: Any = env
+    while isinstance(wrapper, gym.Wrapper):
+        if isinstance(wrapper, Monitor):
+            return env
+        wrapper = wrapper.env
+    return Monitor(env)
+
+
+def _constant(env: gym.Env) -> Callable[[], gym.Env]:
+    return lambda: env
+
+
+def _copy(env: gym.Env) -> gym.Env:
+    """Another environment like this one: made again from its spec, or copied."""
+    if env.spec is not None:
+        try:
+            return gym.make(env.spec)
+        except (ValueError, gym.error.Error):
+            pass  # a wrapper that does not record its arguments: copy the object instead
+    try:
+        return copy.deepcopy(env)
+    except Exception as error:
+        raise ValueError(
+            f"{env} can be neither made again from its spec nor copied ({error}), so no group can be formed. Pass its "
+            "id, or a vectorized environment with contexts x group_size sub-environments."
+        ) from error
+
+
+def as_vec_env(env: Any) -> Any:
+    """Adapt a Gymnasium vector environment to SB3's ``VecEnv``; everything else passes.
+
+    Raises:
+        TypeError: For a vector environment that cannot be adapted.
+    """
+    if isinstance(env, BatchedEnv):
+        return SB3VecEnv(env)
+    if isinstance(env, VectorEnv):
+        raise TypeError(
+            f"{env} is a Gymnasium vector environment of another package. Pass its id, or SB3's "
+            "make_vec_env(id, n_envs=...)."
+        )
+    return env

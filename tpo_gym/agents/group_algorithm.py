@@ -1,0 +1,376 @@
+"""The base of all group algorithms: SB3's contract around grouped rollouts and a frozen objective."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from abc import abstractmethod
+from typing import Any, ClassVar, TypedDict, TypeVar
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.policies import BasePolicy
+from stable_baselines3.common.type_aliases import MaybeCallback, Schedule
+from stable_baselines3.common.utils import safe_mean
+from stable_baselines3.common.vec_env import VecEnv
+from torch import Tensor
+
+from tpo_gym.agents import collectors
+from tpo_gym.agents.env_setup import CANDIDATE_SETS, EnvLike, as_vec_env, expand_env, native_env, pick_candidates
+from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step, VecGroupEnv
+from tpo_gym.agents.metrics import approximate_kl, rollout_metrics
+from tpo_gym.agents.policies import (
+    ActorPolicy,
+    CnnPolicy,
+    MultiInputPolicy,
+    TabularPolicy,
+    TransformerPolicy,
+)
+from tpo_gym.agents.rollouts import Evaluation, GroupRollout, check_scores
+from tpo_gym.agents.updates import accumulate_gradients, current_log_probs
+
+
+class CommonArguments(TypedDict, total=False):
+    """Arguments of :class:`GroupAlgorithm` that every algorithm passes on as they are."""
+
+    group_size: int
+    n_contexts: int
+    n_epochs: int
+    batch_size: int | None
+    candidates: str
+    baseline: collectors.Baseline
+    max_grad_norm: float | None
+    stats_window_size: int
+    tensorboard_log: str | None
+    policy_kwargs: dict[str, Any] | None
+    verbose: int
+    seed: int | None
+    device: torch.device | str
+    _init_setup_model: bool
+
+
+logger = logging.getLogger("tpo_gym")
+Self = TypeVar("Self", bound="GroupAlgorithm")
+
+
+class GroupAlgorithm(BaseAlgorithm):
+    """Collect groups of candidates, freeze an objective on them, fit the policy for some epochs, repeat.
+
+    A subclass names its objective: :meth:`freeze` computes, once per rollout batch, what the loss needs; and
+    :meth:`group_losses` is the loss of each group under the current policy.
+
+    Args:
+        policy: Alias (``MlpPolicy``, ``CnnPolicy``, ``MultiInputPolicy``, ``TabularPolicy``, ``TransformerPolicy``) or
+            a subclass of :class:`~tpo_gym.agents.policies.ActorPolicy`.
+        env: An id, an environment, or a vectorized environment (SB3's or Gymnasium's). With candidates ``"episodes"``
+            its sub-environments are contexts x ``group_size``; with ``"actions"`` and ``"all_actions"`` each is one
+            context. An id or a single environment is copied: ``n_contexts`` (x ``group_size``) times.
+        learning_rate: A float or a schedule of the remaining progress.
+        group_size: Candidates per context, ``K``.
+        n_contexts: Contexts per rollout batch where ``env`` is an id or a single environment.
+        n_epochs: Optimizer steps per rollout batch, each over the whole batch.
+        batch_size: Largest number of candidates computed at once. Bounds memory; the gradient is that of the whole
+            batch whatever it is, also where it splits a group. ``None``: all at once.
+        candidates: ``"episodes"``, ``"actions"``, ``"all_actions"``, or ``"auto"``: all actions for one-step tasks,
+            actions where each one can be scored and every step pays, else episodes.
+        baseline: For ``"all_actions"``: what is subtracted from the reward, a constant or ``"expected"`` (``Σ π²``).
+        max_grad_norm: Clip the gradient's norm to this; ``None``: no clipping.
+        stats_window_size: Episodes that the rollout statistics average.
+        tensorboard_log: Folder of TensorBoard runs; ``None``: no logging.
+        policy_kwargs: Arguments of the policy.
+        verbose: 0: silent, 1: information, 2: debugging.
+        seed: Seed of all random generators.
+        device: Device of the policy and of training.
+        _init_setup_model: Build the networks now.
+
+    Raises:
+        ValueError: For arguments that cannot work together, saying what to change.
+    """
+
+    policy_aliases: ClassVar[dict[str, type[BasePolicy]]] = {
+        "MlpPolicy": ActorPolicy,
+        "CnnPolicy": CnnPolicy,
+        "MultiInputPolicy": MultiInputPolicy,
+        "TabularPolicy": TabularPolicy,
+        "TransformerPolicy": TransformerPolicy,
+    }
+    min_group_size: ClassVar[int] = 2
+    candidate_sets: ClassVar[tuple[str, ...]] = CANDIDATE_SETS
+    policy: ActorPolicy
+
+    def __init__(
+        self,
+        policy: str | type[ActorPolicy],
+        env: EnvLike | None,
+        learning_rate: float | Schedule = 1e-3,
+        group_size: int = 8,
+        n_contexts: int = 16,
+        n_epochs: int = 4,
+        batch_size: int | None = None,
+        candidates: str = "auto",
+        baseline: collectors.Baseline = "expected",
+        max_grad_norm: float | None = None,
+        stats_window_size: int = 100,
+        tensorboard_log: str | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        verbose: int = 0,
+        seed: int | None = None,
+        device: torch.device | str = "auto",
+        _init_setup_model: bool = True,
+    ) -> None:
+        self.group_size = group_size
+        self.n_contexts = n_contexts
+        self.n_epochs = n_epochs
+        self.batch_size = batch_size
+        self.candidates = candidates
+        self.baseline = baseline
+        self.max_grad_norm = max_grad_norm
+        self._check_arguments()
+        if env is not None:
+            env = expand_env(env, candidates, group_size, n_contexts, self.candidate_sets)
+        super().__init__(
+            policy,
+            env,  # type: ignore[arg-type]  # _wrap_env adapts Gymnasium's vector environments
+            learning_rate,
+            policy_kwargs=policy_kwargs,
+            stats_window_size=stats_window_size,
+            tensorboard_log=tensorboard_log,
+            verbose=verbose,
+            device=device,
+            support_multi_env=True,
+            seed=seed,
+            supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
+        )
+        self.rollout: GroupRollout | None = None
+        self._seed_rng = np.random.default_rng(seed)
+        if _init_setup_model:
+            self._setup_model()
+
+    def _check_arguments(self) -> None:
+        for name in ("group_size", "n_contexts", "n_epochs"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        if self.group_size < self.min_group_size:
+            raise ValueError(
+                f"group_size={self.group_size}: {type(self).__name__} compares the candidates of a group, "
+                f"so it needs at least {self.min_group_size}."
+            )
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be positive or None (everything at once), got {self.batch_size}.")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be positive or None (no clipping), got {self.max_grad_norm}.")
+        if self.baseline != "expected" and not isinstance(self.baseline, (int, float)):
+            raise ValueError(f'baseline must be a number or "expected", got {self.baseline!r}.')
+
+    def _setup_model(self) -> None:
+        self._setup_lr_schedule()
+        self.set_random_seed(self.seed)
+        if not (isinstance(self.policy_class, type) and issubclass(self.policy_class, ActorPolicy)):
+            raise TypeError(
+                f"{type(self).__name__} needs a critic-free policy, a subclass of tpo_gym.agents.ActorPolicy, got "
+                f"{self.policy_class}. Pass an alias such as 'MlpPolicy', or derive from ActorPolicy."
+            )
+        self.policy = self.policy_class(
+            self.observation_space, self.action_space, self.lr_schedule, **self.policy_kwargs
+        )
+        self.policy = self.policy.to(self.device)
+        if self.env is not None:
+            self._setup_groups()
+
+    def _setup_groups(self) -> None:
+        """Decide what a candidate is and check that the environment can be split in groups."""
+        assert self.env is not None
+        native = native_env(self.env)
+        self.candidate_set = pick_candidates(self.candidates, native, self.action_space, self.candidate_sets)
+        if self.candidates == "auto":
+            logger.info("candidates='auto': %s forms groups of %s", type(self).__name__, self.candidate_set)
+            if self.verbose >= 1:
+                print(f"Groups are formed of {self.candidate_set!r} (candidates='auto')")
+        if self.candidate_set == "episodes" and self.env.num_envs % self.group_size:
+            n_envs, size = self.env.num_envs, self.group_size
+            raise ValueError(
+                f"{n_envs} sub-environments cannot be split into groups of group_size={size}: the remainder is "
+                f"{n_envs % size}. Make {max(1, n_envs // size) * size} or {(n_envs // size + 1) * size} "
+                "sub-environments, or change group_size."
+            )
+        self._group_env: GroupEnv = (
+            BatchedGroupEnv(native, self.device)
+            if native is not None
+            else VecGroupEnv(self.env, self.device, self._seed_rng)
+        )
+
+    @abstractmethod
+    def freeze(self, rollout: GroupRollout) -> dict[str, Tensor]:
+        """What the loss needs of a rollout batch, computed once and kept for all epochs: tensors ``(B, ...)``."""
+
+    @abstractmethod
+    def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
+        """Loss of each group under the current policy, ``(b,)``; ``frozen`` holds the rows of these groups."""
+
+    def group_weights(self, rollout: GroupRollout, frozen: dict[str, Tensor]) -> Tensor:
+        """Weight of each group in the batch's loss, ``(B,)``: the mean over groups."""
+        return torch.full((rollout.n_groups,), 1.0 / rollout.n_groups, device=rollout.scores.device)
+
+    def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scalars to log after the last epoch, by their full key.
+
+        Args:
+            log_probs: The candidates' log-probabilities under the fitted policy, ``(B, K)``.
+            frozen: What :meth:`freeze` returned.
+        """
+        return {"train/approx_kl": approximate_kl(log_probs, frozen["old_log_probs"])}
+
+    def collect_rollouts(self, callback: BaseCallback) -> bool:
+        """Collect one rollout batch into :attr:`rollout`; ``False`` if a callback ended the training."""
+        self.policy.set_training_mode(False)
+        callback.on_rollout_start()
+
+        def on_step(step: Step) -> bool:
+            self.num_timesteps += self._group_env.num_envs
+            if step.infos is not None:
+                self._update_info_buffer(step.infos, step.dones)
+            callback.update_locals(
+                {"self": self, "infos": step.infos or [], "rewards": step.rewards, "dones": step.dones}
+            )
+            return callback.on_step()
+
+        rollout = self._collect(on_step)
+        if rollout is None:
+            return False
+        check_scores(rollout.scores)
+        self.rollout = rollout
+        self._last_obs = self._last_obs if self._last_obs is not None else np.empty(0)
+        if isinstance(self._group_env, BatchedGroupEnv):
+            self._record_episodes(rollout)
+        callback.on_rollout_end()
+        return True
+
+    def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
+        env, policy, size = self._group_env, self.policy, self.group_size
+        fused = (
+            isinstance(policy, TransformerPolicy)
+            and isinstance(env, BatchedGroupEnv)
+            and hasattr(env.env, "score_sequences")
+        )
+        if self.candidate_set == "all_actions":
+            constant = isinstance(self.observation_space, spaces.Discrete) and self.observation_space.n == 1
+            return collectors.collect_all_actions(env, policy, self.baseline, constant, on_step)
+        if self.candidate_set == "actions":
+            collect_state = collectors.collect_tokens if fused else collectors.collect_actions
+            return collect_state(env, policy, size, on_step)  # type: ignore[arg-type]
+        collect = collectors.collect_sequences if fused else collectors.collect_episodes
+        return collect(env, policy, size, on_step)  # type: ignore[arg-type]
+
+    def _record_episodes(self, rollout: GroupRollout) -> None:
+        """Put the batch's episodes where SB3 keeps them, as `Monitor` would (only as many as the window holds)."""
+        assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
+        env = self._group_env.env  # type: ignore[attr-defined]
+        seconds = round(time.time() - self.start_time / 1e9, 6)
+        for value in rollout.returns[-self._stats_window_size :].tolist():
+            self.ep_info_buffer.append({"r": value, "l": env.horizon, "t": seconds})
+            self.ep_success_buffer.append(value >= env.max_return)
+
+    def train(self) -> None:
+        """Fit the policy to the frozen objective for ``n_epochs`` steps on the last rollout batch."""
+        assert self.rollout is not None, "Call collect_rollouts() first"
+        rollout = self.rollout
+        self.policy.set_training_mode(True)
+        self._update_learning_rate(self.policy.optimizer)
+        frozen = self._frozen = self.freeze(rollout)
+        weights = self.group_weights(rollout, frozen)
+        optimizer = self.policy.optimizer
+        losses, norms, entropies = [], [], []
+        for _ in range(self.n_epochs):
+            optimizer.zero_grad(set_to_none=True)
+            loss, entropy = accumulate_gradients(self, rollout, frozen, weights)
+            limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+            norms.append(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), limit))
+            optimizer.step()
+            losses.append(loss)
+            entropies.append(entropy)
+            self._n_updates += 1
+        # The only transfer to the host in an update.
+        mean_loss, norm, entropy = torch.stack(
+            [torch.stack(losses).mean(), torch.stack(norms).mean(), torch.stack(entropies).mean()]
+        ).tolist()
+        if not np.isfinite(norm):
+            raise FloatingPointError(
+                f"The gradient's norm is {norm} after {self._n_updates} updates. Lower learning_rate "
+                f"(now {self.lr_schedule(self._current_progress_remaining)}), or set max_grad_norm."
+            )
+        self.logger.record("train/loss", mean_loss)
+        self.logger.record("train/grad_norm", norm)
+        self.logger.record("train/entropy", entropy)
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+
+    def dump_logs(self, iteration: int = 0) -> None:
+        """Write the logs of the last update, after it."""
+        assert self.ep_info_buffer is not None and self.ep_success_buffer is not None and self.rollout is not None
+        elapsed = max((time.time_ns() - self.start_time) / 1e9, sys.float_info.epsilon)
+        metrics = rollout_metrics(self.rollout, getattr(native_env(self.env), "max_return", None))
+        metrics.update(self.diagnostics(current_log_probs(self, self.rollout), self._frozen))
+        for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True):
+            self.logger.record(name, value)
+        if len(self.ep_info_buffer) > 0:
+            self.logger.record("rollout/ep_rew_mean", safe_mean([info["r"] for info in self.ep_info_buffer]))
+            self.logger.record("rollout/ep_len_mean", safe_mean([info["l"] for info in self.ep_info_buffer]))
+        if len(self.ep_success_buffer) > 0:
+            self.logger.record("rollout/success_rate", safe_mean(self.ep_success_buffer))
+        self.logger.record("time/iterations", iteration, exclude="tensorboard")
+        self.logger.record("time/fps", int((self.num_timesteps - self._num_timesteps_at_start) / elapsed))
+        self.logger.record("time/time_elapsed", int(elapsed), exclude="tensorboard")
+        self.logger.record("time/total_timesteps", self.num_timesteps, exclude="tensorboard")
+        self.logger.dump(step=self.num_timesteps)
+
+    def learn(
+        self: Self,
+        total_timesteps: int,
+        callback: MaybeCallback = None,
+        log_interval: int | None = 1,
+        tb_log_name: str | None = None,
+        reset_num_timesteps: bool = True,
+        progress_bar: bool = False,
+    ) -> Self:
+        """Train until at least ``total_timesteps`` environment interactions (every group member counts).
+
+        Args:
+            total_timesteps: A lower bound; added to the interactions so far when ``reset_num_timesteps`` is false.
+            callback: SB3 callbacks, called once per vector step.
+            log_interval: Rollout batches between logs, written after the update; ``None``: never.
+            tb_log_name: Name of the TensorBoard run; the class's name by default.
+            reset_num_timesteps: Count interactions from zero.
+            progress_bar: Show SB3's progress bar.
+
+        Returns:
+            The trained model itself.
+        """
+        iteration = 0
+        total_timesteps, callback = self._setup_learn(
+            total_timesteps, callback, reset_num_timesteps, tb_log_name or type(self).__name__, progress_bar
+        )
+        callback.on_training_start({"self": self, "total_timesteps": total_timesteps}, {})
+        while self.num_timesteps < total_timesteps:
+            if not self.collect_rollouts(callback):
+                break
+            iteration += 1
+            self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
+            self.train()
+            if log_interval is not None and iteration % log_interval == 0:
+                self.dump_logs(iteration)
+        callback.on_training_end()
+        return self
+
+    def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
+        return ["policy", "policy.optimizer"], []
+
+    def _excluded_save_params(self) -> list[str]:
+        return [*super()._excluded_save_params(), "rollout", "_group_env", "_frozen"]
+
+    @staticmethod
+    def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
+        return BaseAlgorithm._wrap_env(as_vec_env(env), verbose, monitor_wrapper)

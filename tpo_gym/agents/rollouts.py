@@ -1,0 +1,226 @@
+"""What a rollout batch holds: groups of candidates, frozen from sampling to the last epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Observations = Tensor | dict[str, Tensor]
+
+
+def index_observations(observations: Observations, rows: Tensor) -> Observations:
+    """The given rows of a batch of observations."""
+    if isinstance(observations, dict):
+        return {key: value[rows] for key, value in observations.items()}
+    return observations[rows]
+
+
+class Evaluation(NamedTuple):
+    """The current policy on the candidates of ``b`` groups."""
+
+    step_log_probs: Tensor
+    """Log-probability of each decision, ``(b, K, T)``; 0 after a candidate's end."""
+    entropy: Tensor
+    """Mean entropy of the policy at the visited states, a scalar."""
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probability of each candidate: the sum over its decisions, ``(b, K)``."""
+        return self.step_log_probs.sum(-1)
+
+
+class Candidates(Protocol):
+    """Candidates that a policy can evaluate again. A *unit* is what cannot be computed apart: one or several groups."""
+
+    @property
+    def n_units(self) -> int: ...
+
+    @property
+    def groups_per_unit(self) -> int: ...
+
+    @property
+    def group_size(self) -> int: ...
+
+    def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
+        """Evaluate the groups of the given units (all: ``None``), in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class EpisodeCandidates:
+    """Whole episodes: ``index[b, k, t]`` is the row of ``observations`` and ``actions`` where a decision lies."""
+
+    observations: Observations
+    actions: Tensor
+    index: Tensor  # (B, K, T) int64
+    mask: Tensor | None  # (B, K, T) bool; None when all episodes have T steps
+    groups_per_unit: int = 1
+
+    @property
+    def n_units(self) -> int:
+        return self.index.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        return self.index.shape[1]
+
+    def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
+        index = self.index if units is None else self.index[units]
+        mask = self.mask if units is None or self.mask is None else self.mask[units]
+        rows = index.flatten() if mask is None else index[mask]
+        log_probs, entropy = policy.evaluate_actions(index_observations(self.observations, rows), self.actions[rows])
+        if mask is None:
+            return Evaluation(log_probs.view(index.shape), entropy.mean())
+        filled = torch.zeros(index.shape, dtype=log_probs.dtype, device=log_probs.device)
+        return Evaluation(filled.masked_scatter(mask, log_probs), entropy.mean())
+
+    def part(self, start: int, stop: int) -> EpisodeCandidates:
+        """The candidates ``start`` to ``stop`` of every group."""
+        mask = None if self.mask is None else self.mask[:, start:stop]
+        return replace(self, index=self.index[:, start:stop], mask=mask)
+
+
+@dataclass(frozen=True)
+class StateCandidates:
+    """Single actions at a state: ``actions`` ``(B, K, ...)``, or ``None`` for every action of a Discrete space."""
+
+    observations: Observations
+    actions: Tensor | None
+    n_units: int
+    group_size: int
+    groups_per_unit: int = 1
+
+    def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
+        observations = self.observations if units is None else index_observations(self.observations, units)
+        if self.actions is None:
+            log_probs = policy.all_log_probs(observations)
+            entropy = _entropy(log_probs.detach())
+        else:
+            actions = self.actions if units is None else self.actions[units]
+            log_probs, entropy = policy.candidate_log_probs(observations, actions)
+        return Evaluation(log_probs.unsqueeze(-1), entropy.mean())
+
+
+@dataclass(frozen=True)
+class SequenceCandidates:
+    """Whole completions ``tokens`` ``(B, K, H)`` of ``prompts`` ``(B, H)``."""
+
+    prompts: Tensor
+    tokens: Tensor
+    groups_per_unit: int = 1
+
+    @property
+    def n_units(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        return self.tokens.shape[1]
+
+    def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
+        prompts = self.prompts if units is None else self.prompts[units]
+        tokens = self.tokens if units is None else self.tokens[units]
+        log_probs = policy.sequence_log_probs(prompts, tokens)
+        return Evaluation(log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), _entropy(log_probs.detach()))
+
+    def part(self, start: int, stop: int) -> SequenceCandidates:
+        """The candidates ``start`` to ``stop`` of every group."""
+        return replace(self, tokens=self.tokens[:, start:stop])
+
+
+@dataclass(frozen=True)
+class TokenCandidates:
+    """Next tokens at every state of one completion per prompt: a unit is a prompt, its ``H`` states are groups.
+
+    ``prompts`` ``(B, H)``, executed ``tokens`` ``(B, H)``, ``candidates`` ``(B, H, K)``. One causal pass holds all the
+    states of a trajectory.
+    """
+
+    prompts: Tensor
+    tokens: Tensor
+    candidates: Tensor
+
+    @property
+    def n_units(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def groups_per_unit(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def group_size(self) -> int:
+        return self.candidates.shape[2]
+
+    def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
+        prompts, tokens, candidates = self.prompts, self.tokens, self.candidates
+        if units is not None:
+            prompts, tokens, candidates = prompts[units], tokens[units], candidates[units]
+        log_probs = policy.sequence_log_probs(prompts, tokens.unsqueeze(1)).squeeze(1)  # (b, H, V)
+        chosen = log_probs.gather(-1, candidates)
+        return Evaluation(chosen.flatten(0, 1).unsqueeze(-1), _entropy(log_probs.detach()))
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    return -(log_probs.exp() * log_probs).sum(-1).mean()
+
+
+@dataclass(frozen=True)
+class GroupRollout:
+    """``B`` groups of ``K`` candidates of one rollout batch, on the training device. Training changes nothing here."""
+
+    candidates: Candidates
+    old_step_log_probs: Tensor
+    """Log-probability of each decision when it was sampled, ``(B, K, T)``; 0 after a candidate's end."""
+    scores: Tensor
+    """``(B, K)``."""
+    returns: Tensor
+    """Returns of the episodes that the batch ran, in the environment's own scale, ``(E,)``."""
+    step_rewards: Tensor | None = None
+    """Reward of each decision, ``(B, K, T)``, where candidates are episodes."""
+    mask: Tensor | None = None
+    """Which decisions exist, bool ``(B, K, T)``; ``None``: all of them."""
+    behaviour: Tensor | None = None
+    """The sampled action's index in the group, ``(B,)``, where the group holds every action."""
+    old_log_probs: Tensor = field(init=False)
+    """Log-probability of each candidate when it was sampled, ``(B, K)``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "old_log_probs", self.old_step_log_probs.sum(-1))
+
+    @property
+    def n_groups(self) -> int:
+        """Number of groups ``B``."""
+        return self.scores.shape[0]
+
+    @property
+    def group_size(self) -> int:
+        """Candidates per group ``K``."""
+        return self.scores.shape[1]
+
+    def groups_of(self, tensor: Tensor, units: Tensor | None) -> Tensor:
+        """Rows of a ``(B, ...)`` tensor that belong to the given units of the candidates."""
+        if units is None:
+            return tensor
+        per_unit = self.candidates.groups_per_unit
+        return tensor.unflatten(0, (-1, per_unit))[units].flatten(0, 1)
+
+
+def check_scores(scores: Tensor) -> None:
+    """Refuse scores that are not finite: one of them would spoil its group, and the run would go on.
+
+    Raises:
+        ValueError: Naming the first context and candidate.
+    """
+    finite = torch.isfinite(scores)
+    if bool(finite.all()):
+        return
+    context, candidate = (int(i) for i in (~finite).nonzero()[0])
+    raise ValueError(
+        f"The score of candidate {candidate} of context {context} is {float(scores[context, candidate])} "
+        f"({int((~finite).sum())} of {scores.numel()} scores are not finite). Mend the environment's reward: "
+        "a group's scores are standardized together, so one bad score would spoil all of them."
+    )

@@ -1,0 +1,145 @@
+"""Target Policy Optimization."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tpo_gym.agents import objectives
+from tpo_gym.agents.collectors import Baseline
+from tpo_gym.agents.env_setup import EnvLike
+from tpo_gym.agents.group_algorithm import GroupAlgorithm, Schedule
+from tpo_gym.agents.policies import ActorPolicy
+from tpo_gym.agents.rollouts import Evaluation, GroupRollout
+
+
+class TPO(GroupAlgorithm):
+    """Target Policy Optimization (arXiv 2604.06159).
+
+    Sample ``K`` candidates per context, standardize their scores to ``u``, form the target ``q ∝ p_old · exp(u / η)``
+    over each group and fit the policy to it by cross-entropy. The gradient on the candidates' log-probabilities is
+    ``p - q``: it vanishes where the policy matches the target. The loss therefore ends at the target's entropy, not at
+    0; ``train/fit_kl`` is what falls.
+
+    Args:
+        policy: Alias (``MlpPolicy``, ``CnnPolicy``, ``MultiInputPolicy``, ``TabularPolicy``, ``TransformerPolicy``) or
+            a subclass of :class:`~tpo_gym.agents.policies.ActorPolicy`.
+        env: An id, an environment, or a vectorized environment (SB3's or Gymnasium's). With candidates ``"episodes"``
+            its sub-environments are contexts x ``group_size``; with ``"actions"`` and ``"all_actions"`` each is one
+            context. An id or a single environment is copied: ``n_contexts`` (x ``group_size``) times.
+        learning_rate: A float or a schedule of the remaining progress.
+        group_size: Candidates per context, ``K``. With ``"all_actions"`` every action of the space is one.
+        n_contexts: Contexts per rollout batch where ``env`` is an id or a single environment.
+        n_epochs: Optimizer steps per rollout batch, each over the whole batch.
+        batch_size: Largest number of candidates computed at once. Bounds memory; the gradient is that of the whole
+            batch whatever it is, also where it splits a group. ``None``: all at once.
+        candidates: ``"episodes"``, ``"actions"``, ``"all_actions"``, or ``"auto"``: all actions for one-step tasks,
+            actions where each one can be scored and every step pays, else episodes.
+        eta: Temperature ``η > 0``; smaller values make the target sharper.
+        anchor: ``"old"``: the paper's form, ``p`` is the softmax of ``log π`` over the group. ``"ratio"``: ``p`` is the
+            softmax of ``log π_θ - log π_old``, fitted to ``softmax(u / η)``. The stationary point is the same, but
+            each sampled candidate weighs ``1 / K``, as it should since the candidates were drawn from ``π_old``.
+            ``"none"``: the paper's ablation, fitting ``softmax(log π)`` to ``softmax(u / η)``.
+        max_grad_norm: Clip the gradient's norm to this; ``None``: no clipping.
+        baseline: For ``"all_actions"``: what is subtracted from the reward, a constant or ``"expected"`` (``Σ π²``).
+        stats_window_size: Episodes that the rollout statistics average.
+        tensorboard_log: Folder of TensorBoard runs; ``None``: no logging.
+        policy_kwargs: Arguments of the policy.
+        verbose: 0: silent, 1: information, 2: debugging.
+        seed: Seed of all random generators.
+        device: Device of the policy and of training.
+        _init_setup_model: Build the networks now.
+
+    Raises:
+        ValueError: For arguments that cannot work together, saying what to change.
+
+    Example:
+        >>> import tpo_gym
+        >>> model = tpo_gym.TPO("TabularPolicy", "tpo_gym/Bandit-v0", learning_rate=0.1, n_contexts=100, seed=0)
+        >>> model = model.learn(5_000)
+    """
+
+    def __init__(
+        self,
+        policy: str | type[ActorPolicy],
+        env: EnvLike | None,
+        learning_rate: float | Schedule = 1e-3,
+        group_size: int = 8,
+        n_contexts: int = 16,
+        n_epochs: int = 4,
+        batch_size: int | None = None,
+        candidates: str = "auto",
+        eta: float = 1.0,
+        anchor: objectives.Anchor = "old",
+        max_grad_norm: float | None = None,
+        baseline: Baseline = "expected",
+        stats_window_size: int = 100,
+        tensorboard_log: str | None = None,
+        policy_kwargs: dict[str, Any] | None = None,
+        verbose: int = 0,
+        seed: int | None = None,
+        device: torch.device | str = "auto",
+        _init_setup_model: bool = True,
+    ) -> None:
+        self.eta = eta
+        self.anchor = anchor
+        super().__init__(
+            policy,
+            env,
+            learning_rate,
+            group_size=group_size,
+            n_contexts=n_contexts,
+            n_epochs=n_epochs,
+            batch_size=batch_size,
+            candidates=candidates,
+            baseline=baseline,
+            max_grad_norm=max_grad_norm,
+            stats_window_size=stats_window_size,
+            tensorboard_log=tensorboard_log,
+            policy_kwargs=policy_kwargs,
+            verbose=verbose,
+            seed=seed,
+            device=device,
+            _init_setup_model=_init_setup_model,
+        )
+
+    def _check_arguments(self) -> None:
+        super()._check_arguments()
+        if not self.eta > 0:
+            raise ValueError(f"eta must be positive, got {self.eta}: it is the temperature that divides the scores.")
+        if self.anchor not in objectives.ANCHORS:
+            raise ValueError(
+                f"Unknown anchor {self.anchor!r}: choose one of {', '.join(map(repr, objectives.ANCHORS))}."
+            )
+
+    def _setup_groups(self) -> None:
+        super()._setup_groups()
+        if self.anchor == "ratio" and self.candidate_set == "all_actions":
+            raise ValueError(
+                'anchor="ratio" is for sampled candidates. With candidates="all_actions" the set is exhaustive and '
+                'the exact anchor is p_old: use anchor="old".'
+            )
+
+    def freeze(self, rollout: GroupRollout) -> dict[str, Tensor]:
+        """The targets ``q`` and the log-probabilities at sampling."""
+        target = objectives.tpo_target(rollout.old_log_probs, rollout.scores, self.eta, self.anchor)
+        return {"target": target, "old_log_probs": rollout.old_log_probs}
+
+    def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
+        """Cross-entropy of each group to its target."""
+        return objectives.tpo_loss(evaluation.log_probs, frozen["target"], frozen["old_log_probs"], self.anchor)
+
+    def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``target_kl`` = KL(q‖p_old), ``fit_kl`` = KL(q‖p_θ), ``effective_candidates`` = exp H(q), group means."""
+        target, old = frozen["target"], frozen["old_log_probs"]
+        before = objectives.group_log_policy(old, old, self.anchor)
+        after = objectives.group_log_policy(log_probs, old, self.anchor)
+        entropy = -torch.special.xlogy(target, target).sum(-1)
+        return {
+            **super().diagnostics(log_probs, frozen),
+            "train/target_kl": objectives.kl_divergence(target, before).mean(),
+            "train/fit_kl": objectives.kl_divergence(target, after).mean(),
+            "rollout/effective_candidates": entropy.exp().mean(),
+        }

@@ -1,0 +1,176 @@
+"""The causal transformer of the token tasks, with a key/value cache and prompts shared by their candidates."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+# One (keys, values) pair per layer, each of shape (rows, n_heads, length, d_head).
+Cache = list[tuple[Tensor, Tensor]]
+
+
+def lecun_normal_(weight: Tensor, fan_in: int) -> None:
+    """Fill with a normal of variance ``1 / fan_in``, truncated at two deviations (the reference's dense layers)."""
+    std = 1.0 / math.sqrt(fan_in)
+    # The constant restores the variance that truncation at ±2σ removes.
+    nn.init.trunc_normal_(weight, std=std / 0.87962566103423978, a=-2 * std / 0.8796, b=2 * std / 0.8796)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each with a residual connection.
+
+    Attention projections are stored as 3-D tensors: :class:`~tpo_gym.agents.optimizers.MuonAdamW` gives 2-D tensors to
+    Muon, and the reference keeps attention out of it.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, ffn_mult: int) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.attention_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.qkv_weight = nn.Parameter(torch.empty(3, d_model, d_model))
+        self.qkv_bias = nn.Parameter(torch.zeros(3, d_model))
+        self.out_weight = nn.Parameter(torch.empty(d_model, n_heads, d_model // n_heads))
+        self.out_bias = nn.Parameter(torch.zeros(d_model))
+        self.ffn_norm = nn.LayerNorm(d_model, eps=1e-6)
+        self.ffn_in = nn.Linear(d_model, ffn_mult * d_model)
+        self.ffn_out = nn.Linear(ffn_mult * d_model, d_model)
+        for weight in (self.qkv_weight, self.out_weight, self.ffn_in.weight):
+            lecun_normal_(weight, d_model)
+        lecun_normal_(self.ffn_out.weight, ffn_mult * d_model)
+        nn.init.zeros_(self.ffn_in.bias)
+        nn.init.zeros_(self.ffn_out.bias)
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """``x``: ``(N, T, d_model)`` after ``past``; returns the new ``x`` and the keys and values of all positions."""
+        n, length, d_model = x.shape
+        normed = self.attention_norm(x)
+        qkv = F.linear(normed, self.qkv_weight.flatten(0, 1), self.qkv_bias.flatten())
+        q, k, v = qkv.view(n, length, 3, self.n_heads, d_model // self.n_heads).permute(2, 0, 3, 1, 4)
+        n_past = 0
+        if past is not None:
+            n_past = past[0].shape[2]
+            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
+        mask = None
+        if length > 1 and n_past:
+            mask = torch.ones(length, n_past + length, dtype=torch.bool, device=x.device).tril(n_past)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=length > 1 and not n_past)
+        x = x + F.linear(y.transpose(1, 2).flatten(2), self.out_weight.flatten(1), self.out_bias)
+        x = x + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(x)), approximate="tanh"))
+        return x, (k, v)
+
+
+class CausalTransformer(nn.Module):
+    """Decoder-only transformer over tokens (TPO, section 3.4; initialisation and layout of the reference).
+
+    Args:
+        vocab_size: Number of tokens.
+        max_length: Longest sequence, prompt included.
+        d_model: Width.
+        n_layers: Number of blocks.
+        n_heads: Attention heads; must divide ``d_model``.
+        ffn_mult: Width of the feed-forward layer over ``d_model``.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_length: int,
+        d_model: int = 64,
+        n_layers: int = 2,
+        n_heads: int = 2,
+        ffn_mult: int = 4,
+    ) -> None:
+        super().__init__()
+        if d_model % n_heads:
+            raise ValueError(f"d_model={d_model} is not a multiple of n_heads={n_heads}: choose widths that divide.")
+        # Stored as (d_model, entries): rows are the fan-out, as in every other 2-D weight that Muon scales.
+        self.token_table = nn.Parameter(torch.randn(d_model, vocab_size) / math.sqrt(d_model))
+        self.position_table = nn.Parameter(torch.randn(d_model, max_length) * 0.02)
+        self.blocks = nn.ModuleList(Block(d_model, n_heads, ffn_mult) for _ in range(n_layers))
+        self.final_norm = nn.LayerNorm(d_model, eps=1e-6)
+
+    def forward(self, tokens: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+        """Hidden states of ``tokens`` that follow ``past``.
+
+        Args:
+            tokens: ``(N, T)`` int64.
+            past: Keys and values of the preceding positions, one row per row of ``tokens``.
+
+        Returns:
+            ``(N, T, d_model)`` after the final LayerNorm, and the cache that includes these tokens.
+        """
+        start = past[0][0].shape[2] if past else 0
+        x = F.embedding(tokens, self.token_table.T) + self.position_table[:, start : start + tokens.shape[1]].T
+        cache: Cache = []
+        for i, block in enumerate(self.blocks):
+            x, kv = block(x, past[i] if past else None)
+            cache.append(kv)
+        return self.final_norm(x), cache
+
+
+def select_rows(cache: Cache, rows: Tensor) -> Cache:
+    """The cache with the given rows, e.g. each prompt's row once per candidate."""
+    return [(k[rows], v[rows]) for k, v in cache]
+
+
+class TokenLayout:
+    """What the token tasks' observation means: ``H`` prompt tokens, then ``H`` tokens or the symbol "not written yet".
+
+    Raises:
+        ValueError: If the spaces are not those of a token task.
+    """
+
+    def __init__(self, observation_space: spaces.Space, vocab_size: int | None = None) -> None:
+        nvec = getattr(observation_space, "nvec", None)
+        if not isinstance(observation_space, spaces.MultiDiscrete) or nvec is None or nvec.ndim != 1 or len(nvec) % 2:
+            raise ValueError(
+                "The transformer reads token tasks: a MultiDiscrete observation of prompt and written tokens, "
+                f"got {observation_space}. Use MlpPolicy, CnnPolicy or MultiInputPolicy here."
+            )
+        self.sequence_length = len(nvec) // 2
+        self.vocab_size = int(nvec.max()) - 1
+        if vocab_size is not None and vocab_size != self.vocab_size:
+            raise ValueError(
+                f"The observation {observation_space} has {self.vocab_size} tokens and one symbol for 'not written', "
+                f"but there are {vocab_size} actions: the transformer emits one of the same tokens at each step."
+            )
+
+    def split(self, observations: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens ``(N, 2H)`` with unwritten positions set to 0, and the position to read each row at, ``(N,)``."""
+        observations = observations.long()
+        written = (observations[:, self.sequence_length :] != self.vocab_size).sum(1)
+        read_at = (self.sequence_length - 1 + written).clamp(max=2 * self.sequence_length - 2)
+        return observations.clamp(max=self.vocab_size - 1), read_at
+
+
+class TransformerExtractor(BaseFeaturesExtractor):
+    """The transformer as a features extractor: give SB3's PPO the network that :class:`TransformerPolicy` has.
+
+    ``PPO("MlpPolicy", env, policy_kwargs=dict(features_extractor_class=TransformerExtractor, net_arch=[],
+    optimizer_class=MuonAdamW))``: the action head on the last written token's hidden state is then the same.
+
+    Args:
+        observation_space: That of a token task.
+        kwargs: Arguments of :class:`CausalTransformer`.
+    """
+
+    def __init__(self, observation_space: spaces.Space, **kwargs: int) -> None:
+        layout = TokenLayout(observation_space)
+        d_model = kwargs.get("d_model", 64)
+        super().__init__(observation_space, features_dim=d_model)
+        self.layout = layout
+        self.model = CausalTransformer(layout.vocab_size, 2 * layout.sequence_length, **kwargs)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """``(N, Σ nvec)`` one-hot (as SB3 preprocesses) or ``(N, 2H)`` symbols -> ``(N, d_model)``."""
+        if observations.shape[1] != 2 * self.layout.sequence_length:
+            observations = observations.unflatten(1, (2 * self.layout.sequence_length, -1)).argmax(-1)
+        tokens, read_at = self.layout.split(observations)
+        # The last position predicts nothing: its token is read by no one.
+        hidden, _ = self.model(tokens[:, : 2 * self.layout.sequence_length - 1])
+        return hidden[torch.arange(hidden.shape[0], device=hidden.device), read_at]

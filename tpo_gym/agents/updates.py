@@ -1,0 +1,87 @@
+"""Gradients of a whole rollout batch in bounded memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tpo_gym.agents.rollouts import Evaluation, GroupRollout
+
+if TYPE_CHECKING:
+    from tpo_gym.agents.group_algorithm import GroupAlgorithm
+
+
+def accumulate_gradients(
+    model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Add the gradient of ``Σ_g weights_g · loss_g`` to the policy's parameters.
+
+    At most ``model.batch_size`` candidates are computed at once, whole groups where possible. A group that is larger is
+    split: the loss's gradient on the group's log-probabilities comes from a pass without gradient, then
+    ``Σ gradient · log π`` is backpropagated part by part, which is exact.
+
+    Returns:
+        The loss and the policy's mean entropy, detached scalars.
+    """
+    candidates, limit = rollout.candidates, model.batch_size
+    unit_candidates = candidates.groups_per_unit * candidates.group_size
+    splittable = hasattr(candidates, "part")
+    if limit is None or candidates.n_units * unit_candidates <= limit:
+        return _backward(model, rollout, frozen, weights, None)
+    per_chunk = max(1, limit // unit_candidates)
+    units = torch.arange(candidates.n_units, device=weights.device)
+    loss = torch.zeros((), device=weights.device)
+    entropy = torch.zeros((), device=weights.device)
+    for chunk in units.split(per_chunk):
+        if candidates.group_size > limit and splittable:
+            chunk_loss, chunk_entropy = _backward_in_parts(model, rollout, frozen, weights, chunk, limit)
+        else:
+            chunk_loss, chunk_entropy = _backward(model, rollout, frozen, weights, chunk)
+        loss += chunk_loss
+        entropy += chunk_entropy * (len(chunk) / len(units))
+    return loss, entropy
+
+
+@torch.no_grad()
+def current_log_probs(model: GroupAlgorithm, rollout: GroupRollout) -> Tensor:
+    """Log-probabilities of all candidates under the current policy, ``(B, K)``, within the same memory bound."""
+    candidates = rollout.candidates
+    model.policy.set_training_mode(False)
+    if model.batch_size is None:
+        return candidates.evaluate(model.policy).log_probs
+    per_chunk = max(1, model.batch_size // (candidates.groups_per_unit * candidates.group_size))
+    units = torch.arange(candidates.n_units, device=rollout.scores.device)
+    return torch.cat([candidates.evaluate(model.policy, chunk).log_probs for chunk in units.split(per_chunk)])
+
+
+def _rows(rollout: GroupRollout, frozen: dict[str, Tensor], units: Tensor | None) -> dict[str, Tensor]:
+    return {name: rollout.groups_of(value, units) for name, value in frozen.items()}
+
+
+def _backward(
+    model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor, units: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    evaluation = rollout.candidates.evaluate(model.policy, units)
+    losses = model.group_losses(evaluation, _rows(rollout, frozen, units))
+    loss = (losses * rollout.groups_of(weights, units)).sum()
+    loss.backward()
+    return loss.detach(), evaluation.entropy.detach()
+
+
+def _backward_in_parts(
+    model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor, units: Tensor, limit: int
+) -> tuple[Tensor, Tensor]:
+    bounds = range(0, rollout.group_size, limit)
+    parts = [rollout.candidates.part(start, start + limit) for start in bounds]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        pieces = [part.evaluate(model.policy, units) for part in parts]
+    log_probs = torch.cat([piece.step_log_probs for piece in pieces], 1).requires_grad_()
+    entropy = torch.stack([piece.entropy for piece in pieces]).mean()
+    losses = model.group_losses(Evaluation(log_probs, entropy), _rows(rollout, frozen, units))
+    loss = (losses * rollout.groups_of(weights, units)).sum()
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    for part, share in zip(parts, gradient.split(limit, dim=1), strict=True):
+        (part.evaluate(model.policy, units).step_log_probs * share).sum().backward()
+    return loss.detach(), entropy
