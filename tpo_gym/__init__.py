@@ -1,0 +1,40 @@
+"""Target Policy Optimization: environments on any device, and algorithms in the style of Stable-Baselines3.
+
+Importing the package registers the environments ``tpo_gym/...``; torch is loaded when something needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tpo_gym.envs.registration import register_envs
+
+if TYPE_CHECKING:
+    from tpo_gym.agents import GRPO, TPO
+    from tpo_gym.envs.sb3 import make_vec_env
+
+__version__ = "0.1.0"
+__all__ = ["GRPO", "TPO", "__version__", "make_vec_env"]
+
+# Public name -> module that holds it, imported on first use.
+_MODULES = {
+    "TPO": "tpo_gym.agents",
+    "GRPO": "tpo_gym.agents",
+    "make_vec_env": "tpo_gym.envs.sb3",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name on first use (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, loaded or not."""
+    return sorted({*globals(), *_MODULES})
+
+
+register_envs()
