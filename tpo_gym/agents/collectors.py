@@ -23,11 +23,26 @@ from tpo_gym.agents.rollouts import (
     SequenceCandidates,
     StateCandidates,
     TokenCandidates,
+    index_observations,
 )
+from tpo_gym.agents.trials import NO_LOOKAHEAD, Lookahead
 from tpo_gym.envs.tokens import BatchedTokens
 
 OnStep = Callable[[Step], bool]
-Baseline = float | Literal["expected"]
+Baseline = float | Literal["auto", "expected", "batch"] | None
+
+
+def _masked(masks: Tensor | None) -> dict[str, Tensor]:
+    """The argument ``action_masks`` of a policy's methods, left out where there are none."""
+    return {} if masks is None else {"action_masks": masks}
+
+
+def _rows(values: Observations, rows: np.ndarray) -> Observations:
+    """The rows of the given sub-environments; the values themselves where that is all of them."""
+    first = next(iter(values.values())) if isinstance(values, dict) else values
+    if len(rows) == len(first):
+        return values
+    return index_observations(values, torch.as_tensor(rows, device=first.device))
 
 
 def _stack(observations: Sequence[Observations]) -> Observations:
@@ -51,12 +66,15 @@ def collect_episodes(env: GroupEnv, policy: ActorPolicy, group_size: int, on_ste
     """
     obs = env.start(group_size)
     running = np.ones(env.num_envs, dtype=bool)
-    observations, actions, log_probs, rewards, masks = [], [], [], [], []
+    observations, actions, log_probs, rewards, masks, allowed = [], [], [], [], [], []
     while running.any():
-        action, log_prob = policy(obs)
+        action_masks = env.action_masks()
+        action, log_prob = policy(obs, **_masked(action_masks))
         step = env.step(action)
-        observations.append(obs)
-        actions.append(action)
+        rows = np.flatnonzero(running)
+        observations.append(_rows(obs, rows))
+        actions.append(_rows(action, rows))
+        allowed.append(None if action_masks is None else _rows(action_masks, rows))
         log_probs.append(log_prob)
         rewards.append(step.rewards)
         masks.append(running.copy())
@@ -64,16 +82,22 @@ def collect_episodes(env: GroupEnv, policy: ActorPolicy, group_size: int, on_ste
         obs = step.observations
         if not on_step(step):
             return None
-    n_steps = len(actions)
-    index = torch.arange(n_steps * env.num_envs, device=rewards[0].device).view(n_steps, -1).T
     step_rewards, step_log_probs = _by_candidate(rewards, group_size), _by_candidate(log_probs, group_size)
+    kept = np.stack(masks)
+    index = torch.as_tensor((kept.cumsum() - 1).reshape(kept.shape).clip(min=0).T, device=step_rewards.device)
     mask = None
-    if not np.all(masks):
-        mask = torch.as_tensor(np.stack(masks, 1), device=index.device).unflatten(0, (-1, group_size))
+    if not kept.all():
+        mask = torch.as_tensor(kept.T, device=index.device).unflatten(0, (-1, group_size))
         step_rewards, step_log_probs = step_rewards * mask, step_log_probs * mask
     scores = step_rewards.sum(-1)
     return GroupRollout(
-        EpisodeCandidates(_stack(observations), torch.cat(actions), index.unflatten(0, (-1, group_size)), mask),
+        EpisodeCandidates(
+            _stack(observations),
+            torch.cat(actions),  # type: ignore[arg-type]
+            index.unflatten(0, (-1, group_size)),
+            mask,
+            action_masks=None if allowed[0] is None else _stack(allowed),  # type: ignore[arg-type]
+        ),
         step_log_probs,
         scores,
         returns=scores.flatten(),
@@ -96,7 +120,8 @@ def collect_sequences(
     observations = tasks.observations()
     n_steps = rewards.shape[1]
     for t in range(n_steps):
-        if not on_step(Step(observations, rewards[:, t], np.full(env.num_envs, t + 1 == n_steps), None)):
+        dones = np.full(env.num_envs, t + 1 == n_steps)
+        if not on_step(Step(observations, rewards[:, t], dones, None, env.num_envs)):
             return None
     step_rewards = rewards.unflatten(0, (-1, group_size))
     scores = step_rewards.sum(-1)
@@ -106,32 +131,46 @@ def collect_sequences(
 
 
 @torch.no_grad()
-def collect_actions(env: BatchedGroupEnv, policy: ActorPolicy, group_size: int, on_step: OnStep) -> GroupRollout | None:
+def collect_actions(
+    env: GroupEnv, policy: ActorPolicy, group_size: int, on_step: OnStep, lookahead: Lookahead = NO_LOOKAHEAD
+) -> GroupRollout | None:
     """``group_size`` next actions at every state of one episode per context (candidate set "actions").
 
-    Each is scored at its state without stepping; the first one is executed. Groups are ordered by step, then context.
+    Each is scored at its state without stepping, or on a copy of it; the first one is executed. Groups are ordered by
+    step, then context.
     """
     obs: Observations = env.start(1)
     running = np.ones(env.num_envs, dtype=bool)
-    observations, actions, log_probs, scores, rewards = [], [], [], [], []
+    returns: Tensor | float = 0.0
+    observations, actions, log_probs, scores, allowed = [], [], [], [], []
     while running.any():
-        candidates, log_prob = policy.sample_candidates(obs, group_size)
-        observations.append(obs)
-        actions.append(candidates)
-        log_probs.append(log_prob)
-        scores.append(env.env.score_actions(candidates.to(env.env.device)).to(log_prob.device))
+        action_masks = env.action_masks()
+        candidates, log_prob = policy.sample_candidates(obs, group_size, **_masked(action_masks))
+        rows = np.flatnonzero(running)
+        observations.append(_rows(obs, rows))
+        actions.append(_rows(candidates, rows))
+        log_probs.append(_rows(log_prob, rows))
+        allowed.append(None if action_masks is None else _rows(action_masks, rows))
+        scores.append(env.score_actions(actions[-1], rows, policy, lookahead))  # type: ignore[arg-type]
         step = env.step(candidates[:, 0])
-        rewards.append(step.rewards)
+        alive = None if running.all() else torch.as_tensor(running, device=step.rewards.device)
+        returns = returns + (step.rewards if alive is None else step.rewards * alive)
         running &= ~step.dones
         obs = step.observations
         if not on_step(step):
             return None
-    all_log_probs = torch.cat(log_probs)
+    all_log_probs = torch.cat(log_probs)  # type: ignore[arg-type]
     return GroupRollout(
-        StateCandidates(_stack(observations), torch.cat(actions), len(all_log_probs), group_size),
+        StateCandidates(
+            _stack(observations),
+            torch.cat(actions),  # type: ignore[arg-type]
+            len(all_log_probs),
+            group_size,
+            action_masks=None if allowed[0] is None else _stack(allowed),  # type: ignore[arg-type]
+        ),
         all_log_probs.unsqueeze(-1),
         torch.cat(scores),
-        returns=torch.stack(rewards, 1).sum(1),
+        returns=returns,  # type: ignore[arg-type]
     )
 
 
@@ -177,7 +216,8 @@ def collect_all_actions(
     Args:
         env: One-step environment with Discrete actions.
         policy: The policy.
-        baseline: A constant, or ``"expected"``: ``Σ_a π(a)²`` (TPO, section 3.3).
+        baseline: A constant; ``"expected"`` (also ``"auto"``): ``Σ_a π(a)²`` (TPO, section 3.3); ``"batch"``: the mean
+            reward of the batch; ``None``: nothing.
         merge: All sub-environments share one constant context: average their score vectors into one group
             (TPO, section 3.1).
         on_step: See the module.
@@ -186,7 +226,8 @@ def collect_all_actions(
         ValueError: If an episode goes on after its first step.
     """
     obs = env.start(1)
-    log_policy = policy.all_log_probs(obs)
+    action_masks = env.action_masks()
+    log_policy = policy.all_log_probs(obs, **_masked(action_masks))
     probabilities = log_policy.exp()
     index = torch.multinomial(probabilities, 1).squeeze(1)
     step = env.step(index + policy.action_start)
@@ -195,15 +236,20 @@ def collect_all_actions(
             'candidates="all_actions" learns from one-step environments (bandits), but episodes went on after the '
             'first step: use candidates="episodes".'
         )
-    expected = probabilities.square().sum(-1) if baseline == "expected" else float(baseline)
-    scores = one_hot_scores(index, step.rewards - expected, log_policy.shape[1])
+    if baseline in ("auto", "expected"):
+        subtracted = probabilities.square().sum(-1)
+    elif baseline == "batch":
+        subtracted = step.rewards.mean()
+    else:
+        subtracted = torch.tensor(baseline or 0.0, device=log_policy.device)
+    scores = one_hot_scores(index, step.rewards - subtracted, log_policy.shape[1])
     if not on_step(step):
         return None
-    if merge:
+    if merge and action_masks is None:
         obs, log_policy, scores, index = obs[:1], log_policy[:1], scores.mean(0, keepdim=True), None  # type: ignore
     n_groups, n_actions = scores.shape
     return GroupRollout(
-        StateCandidates(obs, None, n_groups, n_actions),
+        StateCandidates(obs, None, n_groups, n_actions, action_masks=action_masks),
         log_policy.unsqueeze(-1),
         scores,
         returns=step.rewards,

@@ -20,6 +20,7 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 
 from tpo_gym.agents import collectors
+from tpo_gym.agents.checkpoint import CheckpointMixin
 from tpo_gym.agents.env_setup import CANDIDATE_SETS, EnvLike, as_vec_env, expand_env, native_env, pick_candidates
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step, VecGroupEnv
 from tpo_gym.agents.metrics import approximate_kl, rollout_metrics
@@ -30,7 +31,9 @@ from tpo_gym.agents.policies import (
     TabularPolicy,
     TransformerPolicy,
 )
+from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout, check_scores
+from tpo_gym.agents.trials import Lookahead
 from tpo_gym.agents.updates import accumulate_gradients, current_log_probs
 
 
@@ -43,7 +46,10 @@ class CommonArguments(TypedDict, total=False):
     batch_size: int | None
     candidates: str
     baseline: collectors.Baseline
+    ent_coef: float
     max_grad_norm: float | None
+    lookahead: int
+    lookahead_deterministic: bool
     stats_window_size: int
     tensorboard_log: str | None
     policy_kwargs: dict[str, Any] | None
@@ -57,7 +63,7 @@ logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
 
 
-class GroupAlgorithm(BaseAlgorithm):
+class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
     """Collect groups of candidates, freeze an objective on them, fit the policy for some epochs, repeat.
 
     A subclass names its objective: :meth:`freeze` computes, once per rollout batch, what the loss needs; and
@@ -77,8 +83,13 @@ class GroupAlgorithm(BaseAlgorithm):
             batch whatever it is, also where it splits a group. ``None``: all at once.
         candidates: ``"episodes"``, ``"actions"``, ``"all_actions"``, or ``"auto"``: all actions for one-step tasks,
             actions where each one can be scored and every step pays, else episodes.
-        baseline: For ``"all_actions"``: what is subtracted from the reward, a constant or ``"expected"`` (``Σ π²``).
+        baseline: For ``"all_actions"``: what is subtracted from the reward: a constant, ``"expected"`` (``Σ π²``),
+            ``"batch"`` (the batch's mean) or nothing (``None``).
+        ent_coef: Weight of an entropy bonus in the loss.
         max_grad_norm: Clip the gradient's norm to this; ``None``: no clipping.
+        lookahead: For ``"actions"`` on environments that are copied to try an action: further steps of the copy, with
+            the policy's actions, whose rewards count for the action's score. All steps of copies are interactions.
+        lookahead_deterministic: Take the most likely action in these steps; else sample.
         stats_window_size: Episodes that the rollout statistics average.
         tensorboard_log: Folder of TensorBoard runs; ``None``: no logging.
         policy_kwargs: Arguments of the policy.
@@ -100,6 +111,8 @@ class GroupAlgorithm(BaseAlgorithm):
     }
     min_group_size: ClassVar[int] = 2
     candidate_sets: ClassVar[tuple[str, ...]] = CANDIDATE_SETS
+    merges_contexts: ClassVar[bool] = False
+    """Whether bandit feedback of one constant context is averaged into a single group."""
     policy: ActorPolicy
 
     def __init__(
@@ -113,7 +126,10 @@ class GroupAlgorithm(BaseAlgorithm):
         batch_size: int | None = None,
         candidates: str = "auto",
         baseline: collectors.Baseline = "expected",
+        ent_coef: float = 0.0,
         max_grad_norm: float | None = None,
+        lookahead: int = 0,
+        lookahead_deterministic: bool = True,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,
@@ -128,10 +144,13 @@ class GroupAlgorithm(BaseAlgorithm):
         self.batch_size = batch_size
         self.candidates = candidates
         self.baseline = baseline
+        self.ent_coef = ent_coef
         self.max_grad_norm = max_grad_norm
+        self.lookahead = lookahead
+        self.lookahead_deterministic = lookahead_deterministic
         self._check_arguments()
         if env is not None:
-            env = expand_env(env, candidates, group_size, n_contexts, self.candidate_sets)
+            env = self._expand_env(env)
         super().__init__(
             policy,
             env,  # type: ignore[arg-type]  # _wrap_env adapts Gymnasium's vector environments
@@ -164,8 +183,10 @@ class GroupAlgorithm(BaseAlgorithm):
             raise ValueError(f"batch_size must be positive or None (everything at once), got {self.batch_size}.")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be positive or None (no clipping), got {self.max_grad_norm}.")
-        if self.baseline != "expected" and not isinstance(self.baseline, (int, float)):
-            raise ValueError(f'baseline must be a number or "expected", got {self.baseline!r}.')
+        if not isinstance(self.lookahead, (int, np.integer)) or isinstance(self.lookahead, bool) or self.lookahead < 0:
+            raise ValueError(f"lookahead must be a number of steps, 0 or more, got {self.lookahead!r}.")
+        if isinstance(self.baseline, str) and self.baseline not in ("auto", "expected", "batch"):
+            raise ValueError(f'baseline must be a number, None, "expected" or "batch", got {self.baseline!r}.')
 
     def _setup_model(self) -> None:
         self._setup_lr_schedule()
@@ -203,6 +224,17 @@ class GroupAlgorithm(BaseAlgorithm):
             if native is not None
             else VecGroupEnv(self.env, self.device, self._seed_rng)
         )
+        if self.candidate_set == "actions":
+            self._group_env.check_scorable(self._lookahead)
+        elif self.lookahead:
+            raise ValueError(
+                f"lookahead={self.lookahead} is for candidates='actions', but groups are formed of "
+                f"{self.candidate_set!r}: leave it out, or choose candidates='actions'."
+            )
+
+    @property
+    def _lookahead(self) -> Lookahead:
+        return Lookahead(self.lookahead, self.lookahead_deterministic)
 
     @abstractmethod
     def freeze(self, rollout: GroupRollout) -> dict[str, Tensor]:
@@ -228,10 +260,11 @@ class GroupAlgorithm(BaseAlgorithm):
     def collect_rollouts(self, callback: BaseCallback) -> bool:
         """Collect one rollout batch into :attr:`rollout`; ``False`` if a callback ended the training."""
         self.policy.set_training_mode(False)
+        self._boundary = capture(self)  # what a file saved before the end of this rollout batch goes on from
         callback.on_rollout_start()
 
         def on_step(step: Step) -> bool:
-            self.num_timesteps += self._group_env.num_envs
+            self.num_timesteps += step.interactions
             if step.infos is not None:
                 self._update_info_buffer(step.infos, step.dones)
             callback.update_locals(
@@ -248,6 +281,7 @@ class GroupAlgorithm(BaseAlgorithm):
         if isinstance(self._group_env, BatchedGroupEnv):
             self._record_episodes(rollout)
         callback.on_rollout_end()
+        self._boundary = None
         return True
 
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
@@ -259,10 +293,13 @@ class GroupAlgorithm(BaseAlgorithm):
         )
         if self.candidate_set == "all_actions":
             constant = isinstance(self.observation_space, spaces.Discrete) and self.observation_space.n == 1
-            return collectors.collect_all_actions(env, policy, self.baseline, constant, on_step)
+            return collectors.collect_all_actions(
+                env, policy, self.baseline, constant and self.merges_contexts, on_step
+            )
         if self.candidate_set == "actions":
-            collect_state = collectors.collect_tokens if fused else collectors.collect_actions
-            return collect_state(env, policy, size, on_step)  # type: ignore[arg-type]
+            if fused:
+                return collectors.collect_tokens(env, policy, size, on_step)  # type: ignore[arg-type]
+            return collectors.collect_actions(env, policy, size, on_step, self._lookahead)
         collect = collectors.collect_sequences if fused else collectors.collect_episodes
         return collect(env, policy, size, on_step)  # type: ignore[arg-type]
 
@@ -342,28 +379,54 @@ class GroupAlgorithm(BaseAlgorithm):
             total_timesteps: A lower bound; added to the interactions so far when ``reset_num_timesteps`` is false.
             callback: SB3 callbacks, called once per vector step.
             log_interval: Rollout batches between logs, written after the update; ``None``: never.
-            tb_log_name: Name of the TensorBoard run; the class's name by default.
+            tb_log_name: Name of the TensorBoard run; by default that of the run which is continued, else the class's.
             reset_num_timesteps: Count interactions from zero.
             progress_bar: Show SB3's progress bar.
 
         Returns:
             The trained model itself.
         """
-        iteration = 0
         total_timesteps, callback = self._setup_learn(
-            total_timesteps, callback, reset_num_timesteps, tb_log_name or type(self).__name__, progress_bar
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
         )
         callback.on_training_start({"self": self, "total_timesteps": total_timesteps}, {})
         while self.num_timesteps < total_timesteps:
             if not self.collect_rollouts(callback):
                 break
-            iteration += 1
+            self._iteration += 1
             self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
             self.train()
-            if log_interval is not None and iteration % log_interval == 0:
-                self.dump_logs(iteration)
+            if log_interval is not None and self._iteration % log_interval == 0:
+                self.dump_logs(self._iteration)
         callback.on_training_end()
         return self
+
+    def predict(
+        self,
+        observation: np.ndarray | dict[str, np.ndarray],
+        state: tuple[np.ndarray, ...] | None = None,
+        episode_start: np.ndarray | None = None,
+        deterministic: bool = False,
+        action_masks: np.ndarray | None = None,
+    ) -> tuple[np.ndarray, tuple[np.ndarray, ...] | None]:
+        """As SB3, with sb3-contrib's ``action_masks``: see :meth:`ActorPolicy.predict`."""
+        if action_masks is None:
+            return self.policy.predict(observation, state, episode_start, deterministic)
+        return self.policy.predict(observation, state, episode_start, deterministic, action_masks)
+
+    def set_env(self, env: EnvLike, force_reset: bool = True) -> None:
+        """Train on another environment from now on.
+
+        Args:
+            env: As in the constructor; it must have as many sub-environments as the present one.
+            force_reset: Reset it before training.
+        """
+        super().set_env(self._expand_env(env), force_reset)
+        self._setup_groups()
+
+    def _expand_env(self, env: EnvLike) -> EnvLike:
+        env = super()._expand_env(env)
+        return expand_env(env, self.candidates, self.group_size, self.n_contexts, self.candidate_sets)
 
     def _get_torch_save_params(self) -> tuple[list[str], list[str]]:
         return ["policy", "policy.optimizer"], []

@@ -77,19 +77,33 @@ def standardize(scores: Tensor, std_floor: float = 0.0, mask: Tensor | None = No
     return torch.where(std > STD_THRESHOLD, centred / std.clamp(min=STD_THRESHOLD), centred)
 
 
+def _mean_length(lengths: Tensor, mask: Tensor | None) -> Tensor:
+    counted = torch.ones_like(lengths, dtype=torch.bool) if mask is None else mask
+    total = torch.where(counted, lengths, torch.zeros_like(lengths)).sum(-1, keepdim=True)
+    return (total / counted.sum(-1, keepdim=True).clamp(min=1)).clamp(min=1)
+
+
 def group_log_policy(
-    log_probs: Tensor, old_log_probs: Tensor | None = None, anchor: Anchor = "old", mask: Tensor | None = None
+    log_probs: Tensor,
+    old_log_probs: Tensor | None = None,
+    anchor: Anchor = "old",
+    mask: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Log of the policy over the group, ``log p``: shape ``(B, K)``, ``-inf`` where masked.
 
     ``anchor="old"`` and ``"none"``: ``softmax(log π)`` (TPO, section 2). ``anchor="ratio"``:
-    ``softmax(log π_θ - log π_old)``, uniform at the snapshot whatever the candidates' log-probabilities are.
+    ``softmax(log π_θ - log π_old)``, uniform at the snapshot whatever the candidates' log-probabilities are. With
+    ``lengths`` ``(B, K)`` a group's logits are divided by the mean length of its candidates, so that long candidates,
+    whose log-probabilities are sums of many terms, do not saturate the softmax.
     """
     logits = _as_float(log_probs)
     if anchor == "ratio":
         if old_log_probs is None:
             raise ValueError('anchor="ratio" needs old_log_probs, the log-probabilities at sampling.')
         logits = logits - _as_float(old_log_probs)
+    if lengths is not None:
+        logits = logits / _mean_length(lengths, mask)
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
     return torch.log_softmax(logits, dim=-1)
@@ -102,6 +116,7 @@ def tpo_target(
     anchor: Anchor = "old",
     std_floor: float = 0.0,
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Target distribution ``q_i ∝ p_i^old · exp(u_i / η)`` over each group (TPO, section 2 and Proposition 1).
 
@@ -112,6 +127,7 @@ def tpo_target(
         anchor: ``"old"``: the paper's ``p_old``; ``"ratio"`` and ``"none"``: a uniform anchor.
         std_floor: See :func:`standardize`.
         mask: Candidates that count; an excluded one has ``q = 0``.
+        lengths: See :func:`group_log_policy`.
 
     Returns:
         ``(B, K)``, detached; each row sums to 1. Equal to ``p_old`` for a group of equal scores.
@@ -126,7 +142,7 @@ def tpo_target(
     with torch.no_grad():
         tilt = standardize(scores, std_floor, mask) / eta
         if anchor == "old":
-            tilt = group_log_policy(old_log_probs, mask=mask) + tilt
+            tilt = group_log_policy(old_log_probs, mask=mask, lengths=lengths) + tilt
         elif mask is not None:
             tilt = tilt.masked_fill(~mask, -torch.inf)
         return torch.softmax(tilt, dim=-1)
@@ -138,6 +154,7 @@ def tpo_loss(
     old_log_probs: Tensor | None = None,
     anchor: Anchor = "old",
     mask: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy ``-Σ_i q_i log p_i`` of each group to its frozen target (TPO, section 2).
 
@@ -147,7 +164,7 @@ def tpo_loss(
     Returns:
         ``(B,)``.
     """
-    log_p = group_log_policy(log_probs, old_log_probs, anchor, mask)
+    log_p = group_log_policy(log_probs, old_log_probs, anchor, mask, lengths)
     if mask is not None:
         log_p = log_p.masked_fill(~mask, 0.0)
     return -(target.detach() * log_p).sum(-1)
@@ -159,30 +176,161 @@ def group_advantages(scores: Tensor, eps: float = 1e-8, mask: Tensor | None = No
     return centred / (std + eps)
 
 
-def grpo_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, clip_range: float = 0.2, beta: float = 0.04
-) -> Tensor:
-    """GRPO's clipped surrogate with a KL penalty, summed over each group (Shao et al. 2024; TPO, appendix).
+def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    """``min(e^r A, clip(e^r, 1 - clip_low, 1 + clip_high) A)``, elementwise (PPO, Schulman et al. 2017, equation 7).
 
-    With ``r = log π_θ - log π_old`` clamped to ±20: ``-Σ_i [min(e^r A, clip(e^r, 1 ± ε) A) - β (e^-r + r - 1)]``.
+    ``r`` is clamped to ±20 before the exponential. DAPO (Yu et al. 2025) sets ``clip_high > clip_low``.
+    """
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def kl_penalty(log_ratio: Tensor) -> Tensor:
+    """Estimate of KL(π_θ‖π_old), ``e^-r + r - 1`` with ``r = log π_θ - log π_old`` clamped to ±20 (TPO, section 3)."""
+    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.exp(-log_ratio) + log_ratio - 1
+
+
+def grpo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    clip_range: float = 0.2,
+    beta: float = 0.04,
+    clip_range_high: float | None = None,
+) -> Tensor:
+    """GRPO's clipped surrogate with a KL penalty, summed over each group (Shao et al. 2024; TPO, section 3).
+
+    ``-Σ_i [min(e^r A, clip(e^r, 1 ± ε) A) - β (e^-r + r - 1)]`` with ``r = log π_θ - log π_old`` clamped to ±20.
 
     Args:
-        log_probs: ``(B, K)``; the ratio is that of the whole candidate.
-        old_log_probs: ``(B, K)``, at sampling.
-        advantages: ``(B, K)``.
+        log_probs: ``(B, K)``; the ratio is that of the whole candidate. A further dimension of decisions,
+            ``(B, K, T)``, gives per-decision ratios; their terms are summed too.
+        old_log_probs: Same shape, at sampling.
+        advantages: ``(B, K)``, or with a last dimension that broadcasts.
         clip_range: ε of the clipping.
         beta: Weight of the KL penalty to the sampling policy.
+        clip_range_high: Upper ε, if it differs (DAPO's "clip higher").
 
     Returns:
         ``(B,)``.
     """
-    log_ratio = (_as_float(log_probs) - _as_float(old_log_probs).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = log_ratio.exp()
-    advantages = advantages.detach()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_range, 1 + clip_range) * advantages)
+    log_ratio = _as_float(log_probs) - _as_float(old_log_probs).detach()
+    high = clip_range if clip_range_high is None else clip_range_high
+    value = clipped_surrogate(log_ratio, advantages.detach(), clip_range, high)
     if beta:
-        surrogate = surrogate - beta * ((-log_ratio).exp() + log_ratio - 1)
-    return -surrogate.sum(-1)
+        value = value - beta * kl_penalty(log_ratio)
+    return -value.flatten(1).sum(-1)
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    lengths: Tensor,
+    clip_range: float = 3e-4,
+    clip_range_high: float | None = 4e-4,
+) -> Tensor:
+    """Clipped surrogate on the length-normalized ratio ``exp((log π_θ - log π_old) / length)``, mean over the group.
+
+    Group Sequence Policy Optimization (Zheng et al. 2025, equations 5 and 7). ``lengths`` ``(B, K)``: decisions.
+    """
+    log_ratio = (_as_float(log_probs) - _as_float(old_log_probs).detach()) / lengths.clamp(min=1)
+    high = clip_range if clip_range_high is None else clip_range_high
+    return -clipped_surrogate(log_ratio, advantages.detach(), clip_range, high).mean(-1)
+
+
+def centred_advantages(scores: Tensor) -> Tensor:
+    """Dr. GRPO's advantages (Liu et al. 2025): ``s - mean`` within each group, not divided by σ. Shape ``(B, K)``."""
+    return _group_moments(scores, None)[0]
+
+
+def leave_one_out_advantages(scores: Tensor) -> Tensor:
+    """RLOO's advantages (Ahmadian et al. 2024): the score minus the mean of the *other* candidates. ``(B, K)``.
+
+    Raises:
+        ValueError: For groups of one candidate, which leave no other.
+    """
+    size = scores.shape[-1]
+    if size < 2:
+        raise ValueError(f"Leaving one out needs at least two candidates per group, got {size}.")
+    return centred_advantages(scores) * (size / (size - 1))
+
+
+def policy_gradient_loss(log_probs: Tensor, weights: Tensor) -> Tensor:
+    """``-Σ weights · log π`` over everything but the first dimension; the weights are constants. ``(B,)``.
+
+    With advantages as weights this is REINFORCE (Williams 1992); with ``u`` it is TPO's Group PG (TPO, section 3.7).
+    """
+    return -(weights.detach() * _as_float(log_probs)).flatten(1).sum(-1)
+
+
+def dg_weights(log_probs: Tensor, advantages: Tensor, eta: float = 1.0) -> Tensor:
+    """Delightful policy gradient's weights ``sigmoid(A · (-log π) / η) · A``, detached (TPO, section 3)."""
+    if not eta > 0:
+        raise ValueError(f"eta must be positive, got {eta}.")
+    surprisal = -_as_float(log_probs).detach()
+    return torch.sigmoid(advantages * surprisal / eta) * advantages
+
+
+def rebel_loss(log_probs: Tensor, old_log_probs: Tensor, scores: Tensor, eta: float = 1.0) -> Tensor:
+    """REBEL (Gao et al. 2024, equation 1): regress log-ratio differences on score differences.
+
+    The mean over all pairs of a group of ``((r_i - r_j) / η - (s_i - s_j))²`` with ``r = log π_θ - log π_old``.
+
+    Returns:
+        ``(B,)``.
+    """
+    residual = (_as_float(log_probs) - _as_float(old_log_probs).detach()) / eta - centred_advantages(scores)
+    # The mean over ordered pairs i != j of (x_i - x_j)² is twice the unbiased variance of x.
+    return 2 * residual.var(-1, correction=1)
+
+
+def awr_weights(scores: Tensor, beta: float = 1.0, max_weight: float = 20.0) -> Tensor:
+    """Weights ``min(exp(u / β), max_weight)`` of standardized scores (AWR, Peng et al. 2019). ``(B, K)``."""
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}: it is the temperature of the weights.")
+    log_max = torch.log(torch.tensor(max_weight)).item()
+    return (standardize(scores) / beta).clamp(max=log_max).exp()
+
+
+def step_advantages(
+    rewards: Tensor,
+    mask: Tensor | None,
+    credit: Literal["to_go", "own", "return"] = "to_go",
+    baseline: float | Literal["batch"] | None = "batch",
+) -> Tensor:
+    """Advantage of each decision of single-sample methods (TPO, section 3, "Credit").
+
+    Args:
+        rewards: ``(B, K, T)``.
+        mask: Decisions that exist, bool ``(B, K, T)``; ``None``: all.
+        credit: What a decision is credited with: the rewards from it on (``"to_go"``), its own reward (``"own"``, the
+            paper's choice for dense rewards), or the whole episode's (``"return"``).
+        baseline: What is subtracted: ``"batch"``, the mean over all episodes that reach that step; a constant; or
+            nothing (``None``).
+
+    Returns:
+        ``(B, K, T)``, 0 where the mask is false.
+
+    Raises:
+        ValueError: For an unknown ``credit``.
+    """
+    rewards = _as_float(rewards)
+    if credit == "to_go":
+        value = rewards.flip(-1).cumsum(-1).flip(-1)
+    elif credit == "return":
+        value = rewards.sum(-1, keepdim=True).expand_as(rewards)
+    elif credit == "own":
+        value = rewards
+    else:
+        raise ValueError(f'Unknown credit {credit!r}: choose "to_go", "own" or "return".')
+    exists = torch.ones_like(value) if mask is None else mask.to(value.dtype)
+    if baseline == "batch":
+        value = value - (value * exists).sum((0, 1)) / exists.sum((0, 1)).clamp(min=1)
+    elif baseline is not None:
+        value = value - baseline
+    return value * exists
 
 
 def kl_divergence(q: Tensor, log_p: Tensor) -> Tensor:

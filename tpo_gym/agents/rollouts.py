@@ -58,6 +58,7 @@ class EpisodeCandidates:
     index: Tensor  # (B, K, T) int64
     mask: Tensor | None  # (B, K, T) bool; None when all episodes have T steps
     groups_per_unit: int = 1
+    action_masks: Tensor | None = None  # allowed actions of each row of observations
 
     @property
     def n_units(self) -> int:
@@ -71,7 +72,9 @@ class EpisodeCandidates:
         index = self.index if units is None else self.index[units]
         mask = self.mask if units is None or self.mask is None else self.mask[units]
         rows = index.flatten() if mask is None else index[mask]
-        log_probs, entropy = policy.evaluate_actions(index_observations(self.observations, rows), self.actions[rows])
+        log_probs, entropy = policy.evaluate_actions(
+            index_observations(self.observations, rows), self.actions[rows], **_masks(self.action_masks, rows)
+        )
         if mask is None:
             return Evaluation(log_probs.view(index.shape), entropy.mean())
         filled = torch.zeros(index.shape, dtype=log_probs.dtype, device=log_probs.device)
@@ -92,15 +95,17 @@ class StateCandidates:
     n_units: int
     group_size: int
     groups_per_unit: int = 1
+    action_masks: Tensor | None = None  # allowed actions at each state
 
     def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
         observations = self.observations if units is None else index_observations(self.observations, units)
+        masks = _masks(self.action_masks, units)
         if self.actions is None:
-            log_probs = policy.all_log_probs(observations)
-            entropy = _entropy(log_probs.detach())
+            log_probs = policy.all_log_probs(observations, **masks)
+            entropy = _entropy(log_probs)
         else:
             actions = self.actions if units is None else self.actions[units]
-            log_probs, entropy = policy.candidate_log_probs(observations, actions)
+            log_probs, entropy = policy.candidate_log_probs(observations, actions, **masks)
         return Evaluation(log_probs.unsqueeze(-1), entropy.mean())
 
 
@@ -124,7 +129,7 @@ class SequenceCandidates:
         prompts = self.prompts if units is None else self.prompts[units]
         tokens = self.tokens if units is None else self.tokens[units]
         log_probs = policy.sequence_log_probs(prompts, tokens)
-        return Evaluation(log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), _entropy(log_probs.detach()))
+        return Evaluation(log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), _entropy(log_probs))
 
     def part(self, start: int, stop: int) -> SequenceCandidates:
         """The candidates ``start`` to ``stop`` of every group."""
@@ -161,7 +166,14 @@ class TokenCandidates:
             prompts, tokens, candidates = prompts[units], tokens[units], candidates[units]
         log_probs = policy.sequence_log_probs(prompts, tokens.unsqueeze(1)).squeeze(1)  # (b, H, V)
         chosen = log_probs.gather(-1, candidates)
-        return Evaluation(chosen.flatten(0, 1).unsqueeze(-1), _entropy(log_probs.detach()))
+        return Evaluation(chosen.flatten(0, 1).unsqueeze(-1), _entropy(log_probs))
+
+
+def _masks(action_masks: Tensor | None, rows: Tensor | None) -> dict[str, Tensor]:
+    """The argument ``action_masks`` of a policy's methods, left out where there are none."""
+    if action_masks is None:
+        return {}
+    return {"action_masks": action_masks if rows is None else action_masks[rows]}
 
 
 def _entropy(log_probs: Tensor) -> Tensor:
@@ -190,6 +202,13 @@ class GroupRollout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "old_log_probs", self.old_step_log_probs.sum(-1))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Decisions of each candidate, ``(B, K)``."""
+        if self.mask is not None:
+            return self.mask.sum(-1)
+        return torch.full(self.scores.shape, self.old_step_log_probs.shape[-1], device=self.scores.device)
 
     @property
     def n_groups(self) -> int:

@@ -37,13 +37,22 @@ class TPO(GroupAlgorithm):
             batch whatever it is, also where it splits a group. ``None``: all at once.
         candidates: ``"episodes"``, ``"actions"``, ``"all_actions"``, or ``"auto"``: all actions for one-step tasks,
             actions where each one can be scored and every step pays, else episodes.
-        eta: Temperature ``η > 0``; smaller values make the target sharper.
+        eta: Temperature ``η > 0``, a float or a schedule; smaller values make the target sharper.
         anchor: ``"old"``: the paper's form, ``p`` is the softmax of ``log π`` over the group. ``"ratio"``: ``p`` is the
             softmax of ``log π_θ - log π_old``, fitted to ``softmax(u / η)``. The stationary point is the same, but
             each sampled candidate weighs ``1 / K``, as it should since the candidates were drawn from ``π_old``.
             ``"none"``: the paper's ablation, fitting ``softmax(log π)`` to ``softmax(u / η)``.
+        length_normalize: Divide each group's log-probabilities (or log-ratios) by the mean number of decisions of its
+            candidates, so that long episodes do not saturate the group's softmax.
+        std_floor: If positive, a group's scores are divided by at least this deviation, which softens groups whose
+            scores hardly differ.
         max_grad_norm: Clip the gradient's norm to this; ``None``: no clipping.
-        baseline: For ``"all_actions"``: what is subtracted from the reward, a constant or ``"expected"`` (``Σ π²``).
+        baseline: For ``"all_actions"``: what is subtracted from the reward: a constant, ``"expected"`` (``Σ π²``),
+            ``"batch"`` (the batch's mean) or nothing (``None``).
+        ent_coef: Weight of an entropy bonus in the loss.
+        lookahead: For ``"actions"`` on environments that are copied to try an action: further steps of the copy, with
+            the policy's actions, whose rewards count for the action's score. All steps of copies are interactions.
+        lookahead_deterministic: Take the most likely action in these steps; else sample.
         stats_window_size: Episodes that the rollout statistics average.
         tensorboard_log: Folder of TensorBoard runs; ``None``: no logging.
         policy_kwargs: Arguments of the policy.
@@ -71,10 +80,15 @@ class TPO(GroupAlgorithm):
         n_epochs: int = 4,
         batch_size: int | None = None,
         candidates: str = "auto",
-        eta: float = 1.0,
+        eta: float | Schedule = 1.0,
         anchor: objectives.Anchor = "old",
+        length_normalize: bool = False,
+        std_floor: float = 0.0,
         max_grad_norm: float | None = None,
         baseline: Baseline = "expected",
+        ent_coef: float = 0.0,
+        lookahead: int = 0,
+        lookahead_deterministic: bool = True,
         stats_window_size: int = 100,
         tensorboard_log: str | None = None,
         policy_kwargs: dict[str, Any] | None = None,
@@ -85,6 +99,8 @@ class TPO(GroupAlgorithm):
     ) -> None:
         self.eta = eta
         self.anchor = anchor
+        self.length_normalize = length_normalize
+        self.std_floor = std_floor
         super().__init__(
             policy,
             env,
@@ -95,6 +111,9 @@ class TPO(GroupAlgorithm):
             batch_size=batch_size,
             candidates=candidates,
             baseline=baseline,
+            ent_coef=ent_coef,
+            lookahead=lookahead,
+            lookahead_deterministic=lookahead_deterministic,
             max_grad_norm=max_grad_norm,
             stats_window_size=stats_window_size,
             tensorboard_log=tensorboard_log,
@@ -105,9 +124,13 @@ class TPO(GroupAlgorithm):
             _init_setup_model=_init_setup_model,
         )
 
+    merges_contexts = True
+
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        if not self.eta > 0:
+        if self.std_floor < 0:
+            raise ValueError(f"std_floor must not be negative, got {self.std_floor}: it bounds a deviation from below.")
+        if not callable(self.eta) and not self.eta > 0:
             raise ValueError(f"eta must be positive, got {self.eta}: it is the temperature that divides the scores.")
         if self.anchor not in objectives.ANCHORS:
             raise ValueError(
@@ -123,19 +146,29 @@ class TPO(GroupAlgorithm):
             )
 
     def freeze(self, rollout: GroupRollout) -> dict[str, Tensor]:
-        """The targets ``q`` and the log-probabilities at sampling."""
-        target = objectives.tpo_target(rollout.old_log_probs, rollout.scores, self.eta, self.anchor)
-        return {"target": target, "old_log_probs": rollout.old_log_probs}
+        """The targets ``q``, the log-probabilities at sampling and, if they matter, the lengths."""
+        eta = self.eta
+        if callable(eta):
+            eta = float(eta(self._current_progress_remaining))
+            self.logger.record("train/eta", eta)
+        frozen = {"old_log_probs": rollout.old_log_probs}
+        if self.length_normalize:
+            frozen["lengths"] = rollout.lengths
+        frozen["target"] = objectives.tpo_target(
+            rollout.old_log_probs, rollout.scores, eta, self.anchor, self.std_floor, lengths=frozen.get("lengths")
+        )
+        return frozen
 
     def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
         """Cross-entropy of each group to its target."""
-        return objectives.tpo_loss(evaluation.log_probs, frozen["target"], frozen["old_log_probs"], self.anchor)
+        old, lengths = frozen["old_log_probs"], frozen.get("lengths")
+        return objectives.tpo_loss(evaluation.log_probs, frozen["target"], old, self.anchor, lengths=lengths)
 
     def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """``target_kl`` = KL(q‖p_old), ``fit_kl`` = KL(q‖p_θ), ``effective_candidates`` = exp H(q), group means."""
-        target, old = frozen["target"], frozen["old_log_probs"]
-        before = objectives.group_log_policy(old, old, self.anchor)
-        after = objectives.group_log_policy(log_probs, old, self.anchor)
+        target, old, lengths = frozen["target"], frozen["old_log_probs"], frozen.get("lengths")
+        before = objectives.group_log_policy(old, old, self.anchor, lengths=lengths)
+        after = objectives.group_log_policy(log_probs, old, self.anchor, lengths=lengths)
         entropy = -torch.special.xlogy(target, target).sum(-1)
         return {
             **super().diagnostics(log_probs, frozen),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def accumulate_gradients(
     model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Add the gradient of ``Σ_g weights_g · loss_g`` to the policy's parameters.
+    """Add the gradient of ``Σ_g weights_g · loss_g - ent_coef · entropy`` to the policy's parameters.
 
     At most ``model.batch_size`` candidates are computed at once, whole groups where possible. A group that is larger is
     split: the loss's gradient on the group's log-probabilities comes from a pass without gradient, then
@@ -66,6 +66,9 @@ def _backward(
     evaluation = rollout.candidates.evaluate(model.policy, units)
     losses = model.group_losses(evaluation, _rows(rollout, frozen, units))
     loss = (losses * rollout.groups_of(weights, units)).sum()
+    if model.ent_coef:
+        share = 1.0 if units is None else len(units) / rollout.candidates.n_units
+        loss = loss - model.ent_coef * share * evaluation.entropy
     loss.backward()
     return loss.detach(), evaluation.entropy.detach()
 
@@ -82,6 +85,8 @@ def _backward_in_parts(
     losses = model.group_losses(Evaluation(log_probs, entropy), _rows(rollout, frozen, units))
     loss = (losses * rollout.groups_of(weights, units)).sum()
     (gradient,) = torch.autograd.grad(loss, log_probs)
+    bonus = model.ent_coef * len(units) / rollout.candidates.n_units / len(parts)
     for part, share in zip(parts, gradient.split(limit, dim=1), strict=True):
-        (part.evaluate(model.policy, units).step_log_probs * share).sum().backward()
+        evaluation = part.evaluate(model.policy, units)
+        ((evaluation.step_log_probs * share).sum() - bonus * evaluation.entropy).backward()
     return loss.detach(), entropy
