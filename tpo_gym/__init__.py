@@ -11,18 +11,47 @@ from typing import TYPE_CHECKING, Any
 from tpo_gym.envs.registration import register_envs
 
 if TYPE_CHECKING:
-    from tpo_gym.agents import GRPO, TPO
+    from tpo_gym.agents import (
+        AWR,
+        DG,
+        GRPO,
+        GSPO,
+        REBEL,
+        REINFORCE,
+        RLOO,
+        TPO,
+        ClippedPG,
+        CrossEntropy,
+        DrGRPO,
+        GroupPG,
+        MuonAdamW,
+        TransformerExtractor,
+    )
     from tpo_gym.envs.sb3 import make_vec_env
 
 __version__ = "0.1.0"
-__all__ = ["GRPO", "TPO", "__version__", "make_vec_env"]
+__all__ = [
+    "AWR",
+    "DG",
+    "GRPO",
+    "GSPO",
+    "REBEL",
+    "REINFORCE",
+    "RLOO",
+    "TPO",
+    "ClippedPG",
+    "CrossEntropy",
+    "DrGRPO",
+    "GroupPG",
+    "MuonAdamW",
+    "TransformerExtractor",
+    "__version__",
+    "make_vec_env",
+]
 
 # Public name -> module that holds it, imported on first use.
-_MODULES = {
-    "TPO": "tpo_gym.agents",
-    "GRPO": "tpo_gym.agents",
-    "make_vec_env": "tpo_gym.envs.sb3",
-}
+_MODULES = {name: "tpo_gym.agents" for name in __all__ if name not in ("__version__", "make_vec_env")}
+_MODULES["make_vec_env"] = "tpo_gym.envs.sb3"
 
 
 def __getattr__(name: str) -> Any:

@@ -191,7 +191,9 @@ def test_fused_and_stepwise_episodes_are_the_same():
     assert torch.equal(fused.scores, stepwise.scores)
     assert torch.allclose(fused.old_step_log_probs, stepwise.old_step_log_probs, atol=1e-5)
     assert torch.equal(fused.step_rewards, stepwise.step_rewards)
-    assert torch.equal(fused.candidates.tokens.flatten(), stepwise.candidates.actions.view(4, 8, 4).permute(1, 2, 0).flatten())
+    assert torch.equal(
+        fused.candidates.tokens.flatten(), stepwise.candidates.actions.view(4, 8, 4).permute(1, 2, 0).flatten()
+    )
     for rollout in (fused, stepwise):
         evaluation = rollout.candidates.evaluate(model.policy)
         assert torch.allclose(evaluation.step_log_probs, rollout.old_step_log_probs, atol=1e-5)
@@ -228,7 +230,9 @@ def test_generated_sequences_follow_their_probabilities():
     for code in range(4):
         chosen = codes == code
         expected = log_probs[0][chosen][0].sum().exp().item()
-        assert chosen.float().mean().item() == pytest.approx(expected, abs=4 * (expected * (1 - expected) / 20_000) ** 0.5)
+        assert chosen.float().mean().item() == pytest.approx(
+            expected, abs=4 * (expected * (1 - expected) / 20_000) ** 0.5
+        )
 
 
 def test_batch_of_contexts_goes_on_after_the_fused_pass():

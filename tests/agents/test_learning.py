@@ -129,9 +129,7 @@ def test_a_stale_target_is_caught(monkeypatch):
 
 def test_a_shift_between_sampling_and_scoring_is_caught(monkeypatch):
     evaluate = policies.TransformerPolicy.sequence_log_probs
-    monkeypatch.setattr(
-        policies.TransformerPolicy, "sequence_log_probs", lambda *args: evaluate(*args).roll(1, 2)
-    )
+    monkeypatch.setattr(policies.TransformerPolicy, "sequence_log_probs", lambda *args: evaluate(*args).roll(1, 2))
     env = gym.make_vec("tpo_gym/TokenReversal-v0", num_envs=256, **SEQUENCES)
     model = TPO("TransformerPolicy", env, learning_rate=3e-3, seed=0, policy_kwargs={"d_model": 32})
     assert final_error(model, 256 * 3 * 40) > 0.3

@@ -24,17 +24,13 @@ from tpo_gym.agents.rollouts import (
     StateCandidates,
     TokenCandidates,
     index_observations,
+    mask_argument,
 )
 from tpo_gym.agents.trials import NO_LOOKAHEAD, Lookahead
 from tpo_gym.envs.tokens import BatchedTokens
 
 OnStep = Callable[[Step], bool]
 Baseline = float | Literal["auto", "expected", "batch"] | None
-
-
-def _masked(masks: Tensor | None) -> dict[str, Tensor]:
-    """The argument ``action_masks`` of a policy's methods, left out where there are none."""
-    return {} if masks is None else {"action_masks": masks}
 
 
 def _rows(values: Observations, rows: np.ndarray) -> Observations:
@@ -69,7 +65,7 @@ def collect_episodes(env: GroupEnv, policy: ActorPolicy, group_size: int, on_ste
     observations, actions, log_probs, rewards, masks, allowed = [], [], [], [], [], []
     while running.any():
         action_masks = env.action_masks()
-        action, log_prob = policy(obs, **_masked(action_masks))
+        action, log_prob = policy(obs, **mask_argument(action_masks))
         step = env.step(action)
         rows = np.flatnonzero(running)
         observations.append(_rows(obs, rows))
@@ -145,7 +141,7 @@ def collect_actions(
     observations, actions, log_probs, scores, allowed = [], [], [], [], []
     while running.any():
         action_masks = env.action_masks()
-        candidates, log_prob = policy.sample_candidates(obs, group_size, **_masked(action_masks))
+        candidates, log_prob = policy.sample_candidates(obs, group_size, **mask_argument(action_masks))
         rows = np.flatnonzero(running)
         observations.append(_rows(obs, rows))
         actions.append(_rows(candidates, rows))
@@ -227,7 +223,7 @@ def collect_all_actions(
     """
     obs = env.start(1)
     action_masks = env.action_masks()
-    log_policy = policy.all_log_probs(obs, **_masked(action_masks))
+    log_policy = policy.all_log_probs(obs, **mask_argument(action_masks))
     probabilities = log_policy.exp()
     index = torch.multinomial(probabilities, 1).squeeze(1)
     step = env.step(index + policy.action_start)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 from stable_baselines3.common.monitor import Monitor
-from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+from stable_baselines3.common.vec_env import VecEnv
 
+from tpo_gym.agents.copies import snapshot
+from tpo_gym.agents.group_vec_env import GroupVecEnv
 from tpo_gym.envs.batched import BatchedEnv
 from tpo_gym.envs.sb3 import SB3VecEnv
 from tpo_gym.envs.single import SingleEnv
+from tpo_gym.envs.vector_adapter import VectorEnvAdapter
 
 EnvLike = str | gym.Env | VectorEnv | VecEnv
 CANDIDATE_SETS = ("episodes", "actions", "all_actions")
@@ -23,6 +25,19 @@ CANDIDATE_SETS = ("episodes", "actions", "all_actions")
 def native_env(env: Any) -> BatchedEnv | None:
     """The batched environment behind an unwrapped :class:`SB3VecEnv`, whose tensors can be used directly."""
     return env.batched if isinstance(env, SB3VecEnv) else None
+
+
+def is_ours(env: Any) -> bool:
+    """Whether ``env`` (an id, a single or a vectorized environment, wrapped or not) is a task of this package."""
+    if isinstance(env, str):
+        entry = _spec(env).vector_entry_point
+        return isinstance(entry, str) and entry.startswith("tpo_gym.")
+    return isinstance(getattr(env, "unwrapped", env), (BatchedEnv, SB3VecEnv, SingleEnv))
+
+
+def _spec(env_id: str) -> Any:
+    # "module:id" imports the module that registers the id.
+    return gym.make(env_id).spec if ":" in env_id else gym.spec(env_id)
 
 
 def pick_candidates(
@@ -57,10 +72,6 @@ def pick_candidates(
             f'candidates="all_actions" is for one-step tasks, but episodes last {env.horizon} steps: use "episodes" '
             'or "actions".'
         )
-    if requested == "actions" and env is None:
-        raise ValueError(
-            'candidates="actions" scores actions without taking them, which this environment cannot do: use "episodes".'
-        )
     return requested
 
 
@@ -70,25 +81,18 @@ def expand_env(
     """Copy an id or a single environment as often as the candidate set needs; leave vectorized ones as they are."""
     if isinstance(env, (VecEnv, VectorEnv)):
         return env
-    spec = gym.spec(env) if isinstance(env, str) and ":" not in env else getattr(env, "spec", None)
-    if isinstance(env, str) and spec is None:
-        spec = gym.make(env).spec  # "module:id" imports the module that registers the id
-    if _is_ours(env, spec):
-        probe = gym.make_vec(spec, num_envs=1)  # type: ignore[arg-type]
+    spec = _spec(env) if isinstance(env, str) else env.spec
+    if is_ours(env) and spec is not None and not spec.additional_wrappers:
+        probe = gym.make_vec(spec, num_envs=1)
         kind = pick_candidates(candidates, probe, probe.single_action_space, supported)  # type: ignore[arg-type]
-        return gym.make_vec(spec, num_envs=n_contexts * (group_size if kind == "episodes" else 1))  # type: ignore[arg-type]
+        return gym.make_vec(spec, num_envs=n_contexts * (group_size if kind == "episodes" else 1))
     n_envs = n_contexts * (1 if candidates in ("actions", "all_actions") else group_size)
     if isinstance(env, str):
-        return DummyVecEnv([lambda: Monitor(gym.make(spec)) for _ in range(n_envs)])  # type: ignore[arg-type]
+        return GroupVecEnv([lambda: Monitor(gym.make(spec)) for _ in range(n_envs)])  # type: ignore[arg-type]
     copies = [_monitored(env), *(_monitored(_copy(env)) for _ in range(n_envs - 1))]
-    return DummyVecEnv([_constant(member) for member in copies])
-
-
-def _is_ours(env: EnvLike, spec: Any) -> bool:
-    if isinstance(env, gym.Env) and not isinstance(env.unwrapped, SingleEnv):
-        return False
-    entry = getattr(spec, "vector_entry_point", None)
-    return isinstance(entry, str) and entry.startswith("tpo_gym.") and not spec.additional_wrappers
+    vec_env = GroupVecEnv([_constant(member) for member in copies])
+    vec_env.seed()  # the copies of an environment that was seeded before share its stream
+    return vec_env
 
 
 def _monitored(env: gym.Env) -> gym.Env:
@@ -105,17 +109,17 @@ def _constant(env: gym.Env) -> Callable[[], gym.Env]:
 
 
 def _copy(env: gym.Env) -> gym.Env:
-    """Another environment like this one: made again from its spec, or copied."""
-    if env.spec is not None:
-        try:
-            return gym.make(env.spec)
-        except (ValueError, gym.error.Error):
-            pass  # a wrapper that does not record its arguments: copy the object instead
+    """Another environment like this one: copied with all that was set in it, or made again from its spec."""
     try:
-        return copy.deepcopy(env)
+        return snapshot(env)()
     except Exception as error:
+        if env.spec is not None:
+            try:
+                return gym.make(env.spec)
+            except (ValueError, gym.error.Error):
+                pass  # a wrapper that does not record its arguments
         raise ValueError(
-            f"{env} can be neither made again from its spec nor copied ({error}), so no group can be formed. Pass its "
+            f"{env} can be neither copied ({error}) nor made again from its spec, so no group can be formed. Pass its "
             "id, or a vectorized environment with contexts x group_size sub-environments."
         ) from error
 
@@ -125,12 +129,8 @@ def as_vec_env(env: Any) -> Any:
 
     Raises:
         TypeError: For a vector environment that cannot be adapted.
+        ValueError: For one whose autoreset mode cannot be served.
     """
-    if isinstance(env, BatchedEnv):
+    if isinstance(env, BatchedEnv) and env.autoreset_mode is AutoresetMode.SAME_STEP:
         return SB3VecEnv(env)
-    if isinstance(env, VectorEnv):
-        raise TypeError(
-            f"{env} is a Gymnasium vector environment of another package. Pass its id, or SB3's "
-            "make_vec_env(id, n_envs=...)."
-        )
-    return env
+    return VectorEnvAdapter(env) if isinstance(env, VectorEnv) else env

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from abc import abstractmethod
-from typing import Any, ClassVar, TypedDict, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -20,8 +20,17 @@ from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 
 from tpo_gym.agents import collectors
+from tpo_gym.agents.arguments import check_common_arguments
 from tpo_gym.agents.checkpoint import CheckpointMixin
-from tpo_gym.agents.env_setup import CANDIDATE_SETS, EnvLike, as_vec_env, expand_env, native_env, pick_candidates
+from tpo_gym.agents.env_setup import (
+    CANDIDATE_SETS,
+    EnvLike,
+    as_vec_env,
+    expand_env,
+    is_ours,
+    native_env,
+    pick_candidates,
+)
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step, VecGroupEnv
 from tpo_gym.agents.metrics import approximate_kl, rollout_metrics
 from tpo_gym.agents.policies import (
@@ -35,29 +44,6 @@ from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout, check_scores
 from tpo_gym.agents.trials import Lookahead
 from tpo_gym.agents.updates import accumulate_gradients, current_log_probs
-
-
-class CommonArguments(TypedDict, total=False):
-    """Arguments of :class:`GroupAlgorithm` that every algorithm passes on as they are."""
-
-    group_size: int
-    n_contexts: int
-    n_epochs: int
-    batch_size: int | None
-    candidates: str
-    baseline: collectors.Baseline
-    ent_coef: float
-    max_grad_norm: float | None
-    lookahead: int
-    lookahead_deterministic: bool
-    stats_window_size: int
-    tensorboard_log: str | None
-    policy_kwargs: dict[str, Any] | None
-    verbose: int
-    seed: int | None
-    device: torch.device | str
-    _init_setup_model: bool
-
 
 logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
@@ -77,7 +63,8 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             context. An id or a single environment is copied: ``n_contexts`` (x ``group_size``) times.
         learning_rate: A float or a schedule of the remaining progress.
         group_size: Candidates per context, ``K``.
-        n_contexts: Contexts per rollout batch where ``env`` is an id or a single environment.
+        n_contexts: Contexts per rollout batch where ``env`` is an id or a single environment. ``None``: 100 for tasks
+            of this package (the paper's batch), else as many as make 32 episodes.
         n_epochs: Optimizer steps per rollout batch, each over the whole batch.
         batch_size: Largest number of candidates computed at once. Bounds memory; the gradient is that of the whole
             batch whatever it is, also where it splits a group. ``None``: all at once.
@@ -121,7 +108,7 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         env: EnvLike | None,
         learning_rate: float | Schedule = 1e-3,
         group_size: int = 8,
-        n_contexts: int = 16,
+        n_contexts: int | None = None,
         n_epochs: int = 4,
         batch_size: int | None = None,
         candidates: str = "auto",
@@ -139,6 +126,8 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         _init_setup_model: bool = True,
     ) -> None:
         self.group_size = group_size
+        if n_contexts is None:
+            n_contexts = 100 if env is None or is_ours(env) else max(1, 32 // max(1, group_size))
         self.n_contexts = n_contexts
         self.n_epochs = n_epochs
         self.batch_size = batch_size
@@ -170,23 +159,7 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             self._setup_model()
 
     def _check_arguments(self) -> None:
-        for name in ("group_size", "n_contexts", "n_epochs"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-        if self.group_size < self.min_group_size:
-            raise ValueError(
-                f"group_size={self.group_size}: {type(self).__name__} compares the candidates of a group, "
-                f"so it needs at least {self.min_group_size}."
-            )
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ValueError(f"batch_size must be positive or None (everything at once), got {self.batch_size}.")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be positive or None (no clipping), got {self.max_grad_norm}.")
-        if not isinstance(self.lookahead, (int, np.integer)) or isinstance(self.lookahead, bool) or self.lookahead < 0:
-            raise ValueError(f"lookahead must be a number of steps, 0 or more, got {self.lookahead!r}.")
-        if isinstance(self.baseline, str) and self.baseline not in ("auto", "expected", "batch"):
-            raise ValueError(f'baseline must be a number, None, "expected" or "batch", got {self.baseline!r}.')
+        check_common_arguments(self)
 
     def _setup_model(self) -> None:
         self._setup_lr_schedule()
@@ -390,14 +363,19 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
         )
         callback.on_training_start({"self": self, "total_timesteps": total_timesteps}, {})
-        while self.num_timesteps < total_timesteps:
-            if not self.collect_rollouts(callback):
-                break
-            self._iteration += 1
-            self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
-            self.train()
-            if log_interval is not None and self._iteration % log_interval == 0:
-                self.dump_logs(self._iteration)
+        try:
+            while self.num_timesteps < total_timesteps:
+                if not self.collect_rollouts(callback):
+                    break
+                self._iteration += 1
+                self._update_current_progress_remaining(self.num_timesteps, total_timesteps)
+                self.train()
+                if log_interval is not None and self._iteration % log_interval == 0:
+                    self.dump_logs(self._iteration)
+        except KeyboardInterrupt:
+            self.logger.dump(step=self.num_timesteps)
+            callback.on_training_end()  # closes the progress bar
+            raise
         callback.on_training_end()
         return self
 

@@ -9,8 +9,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from tpo_gym.agents import objectives
+from tpo_gym.agents.arguments import CommonArguments
 from tpo_gym.agents.env_setup import EnvLike
-from tpo_gym.agents.group_algorithm import CommonArguments, GroupAlgorithm, Schedule
+from tpo_gym.agents.group_algorithm import GroupAlgorithm, Schedule
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout
 
@@ -32,14 +33,14 @@ class WeightedGroups(GroupAlgorithm):
 
 
 class GroupPG(WeightedGroups):
-    """TPO's ablation (section 3.7): the same candidates and ``u``, as weights of a policy gradient, ``-Σ_i u_i log π_i``.
+    """TPO's ablation (section 3.7): the same candidates and ``u`` as a policy gradient, ``-Σ_i u_i log π_i``.
 
     With bandit feedback (``"all_actions"``) only the sampled action's term is kept.
     """
 
     def weights(self, rollout: GroupRollout) -> Tensor:
         """Standardized scores."""
-        u = objectives.standardize(rollout.scores)
+        u = objectives.standardize(rollout.scores, mask=rollout.voters)
         if rollout.behaviour is None:
             return u
         sampled = u.gather(1, rollout.behaviour.unsqueeze(1)).squeeze(1)

@@ -1,197 +1,28 @@
-"""Critic-free policies: SB3's features extractors, networks and action distributions, without a value function."""
+"""The policies by name: for flat, image and Dict observations, tables, and the transformer of the token tasks."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from gymnasium import spaces
-from stable_baselines3.common.distributions import DiagGaussianDistribution, Distribution, make_proba_distribution
-from stable_baselines3.common.policies import BasePolicy
-from stable_baselines3.common.torch_layers import (
-    BaseFeaturesExtractor,
-    CombinedExtractor,
-    FlattenExtractor,
-    NatureCNN,
-    create_mlp,
-)
+from stable_baselines3.common.distributions import Distribution
+from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
+from tpo_gym.agents.actor import ActorPolicy, count_from_zero
 from tpo_gym.agents.optimizers import MuonAdamW
 from tpo_gym.agents.transformer import CausalTransformer, TokenLayout, lecun_normal_, select_rows
 
-
-class ActorPolicy(BasePolicy):
-    """A network from observations to an action distribution.
-
-    The actor of SB3's ``ActorCriticPolicy``: the same features extractor, the same multilayer perceptron and action
-    head, the same orthogonal initialisation, so that a comparison with PPO differs in the algorithm alone.
-
-    Args:
-        observation_space: Any space that SB3 preprocesses.
-        action_space: Discrete, MultiDiscrete, MultiBinary or Box.
-        lr_schedule: Learning rate as a function of the remaining progress.
-        net_arch: Widths of the hidden layers (default ``[64, 64]``; none after :class:`NatureCNN`). SB3's
-            ``dict(pi=[...])`` is read too.
-        activation_fn: Activation between them.
-        ortho_init: Orthogonal initialisation, as in SB3.
-        log_std_init: Initial log standard deviation for Box actions.
-        features_extractor_class: Network that makes features of the observation.
-        features_extractor_kwargs: Its arguments.
-        normalize_images: Divide images by 255.
-        optimizer_class: Optimizer.
-        optimizer_kwargs: Its arguments without the learning rate.
-    """
-
-    def __init__(
-        self,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
-        lr_schedule: Schedule,
-        net_arch: list[int] | dict[str, list[int]] | None = None,
-        activation_fn: type[nn.Module] = nn.Tanh,
-        ortho_init: bool = True,
-        log_std_init: float = 0.0,
-        features_extractor_class: type[BaseFeaturesExtractor] = FlattenExtractor,
-        features_extractor_kwargs: dict[str, Any] | None = None,
-        normalize_images: bool = True,
-        optimizer_class: type[torch.optim.Optimizer] = torch.optim.Adam,
-        optimizer_kwargs: dict[str, Any] | None = None,
-    ) -> None:
-        if optimizer_kwargs is None and optimizer_class is torch.optim.Adam:
-            optimizer_kwargs = {"eps": 1e-5}  # as SB3's actor-critic policies
-        super().__init__(
-            observation_space,
-            action_space,
-            features_extractor_class,
-            features_extractor_kwargs,
-            normalize_images=normalize_images,
-            optimizer_class=optimizer_class,
-            optimizer_kwargs=optimizer_kwargs,
-        )
-        if net_arch is None:
-            net_arch = [] if features_extractor_class is NatureCNN else [64, 64]
-        self.net_arch = net_arch
-        self.activation_fn = activation_fn
-        self.ortho_init = ortho_init
-        self.log_std_init = log_std_init
-        self._build()
-        self.optimizer = self.optimizer_class(self.parameters(), **{"lr": lr_schedule(1), **self.optimizer_kwargs})
-
-    def _build(self) -> None:
-        """Make the features extractor, the hidden layers and the action head."""
-        self.features_extractor = self.make_features_extractor()
-        arch = self.net_arch.get("pi", []) if isinstance(self.net_arch, dict) else self.net_arch
-        features_dim = self.features_extractor.features_dim
-        self.mlp = nn.Sequential(*create_mlp(features_dim, -1, arch, self.activation_fn))
-        self._build_head(arch[-1] if arch else features_dim)
-        if self.ortho_init:
-            for module, gain in ((self.features_extractor, 2**0.5), (self.mlp, 2**0.5), (self.action_net, 0.01)):
-                module.apply(partial(self.init_weights, gain=gain))
-
-    def _build_head(self, width: int) -> None:
-        try:
-            self.action_dist = make_proba_distribution(self.action_space)
-        except (NotImplementedError, AssertionError) as error:
-            raise ValueError(
-                f"{type(self).__name__} cannot act in {self.action_space}: use Discrete, MultiDiscrete, a flat "
-                "MultiBinary or Box."
-            ) from error
-        self.action_net: nn.Module
-        self.log_std: nn.Parameter | None = None
-        if isinstance(self.action_dist, DiagGaussianDistribution):
-            self.action_net, self.log_std = self.action_dist.proba_distribution_net(width, self.log_std_init)
-        else:
-            self.action_net = cast(nn.Module, self.action_dist.proba_distribution_net(width))
-
-    @property
-    def action_start(self) -> int:
-        """Value of the first action (``Discrete(n, start=...)``); the network counts from 0."""
-        return int(self.action_space.start) if isinstance(self.action_space, spaces.Discrete) else 0
-
-    def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> Tensor:
-        """Features ``(N, features_dim)`` of a batch of observations."""
-        return super().extract_features(_count_from_zero(obs, self.observation_space), self.features_extractor)
-
-    def _head(self, obs: PyTorchObs) -> Tensor:
-        """The action head's output in float32, whatever precision the network runs in."""
-        return self.action_net(self.mlp(self.extract_features(obs))).float()
-
-    def get_distribution(self, obs: PyTorchObs) -> Distribution:
-        """Action distribution for a batch of observations."""
-        head = self._head(obs)
-        if self.log_std is not None:
-            return self.action_dist.proba_distribution(head, self.log_std)
-        return self.action_dist.proba_distribution(head)
-
-    def forward(self, obs: PyTorchObs, deterministic: bool = False) -> tuple[Tensor, Tensor]:
-        """Actions ``(N, ...)`` and their log-probabilities ``(N,)``."""
-        distribution = self.get_distribution(obs)
-        actions = distribution.get_actions(deterministic=deterministic)
-        log_probs = distribution.log_prob(actions)
-        return self._to_env(actions), log_probs
-
-    def _predict(self, observation: PyTorchObs, deterministic: bool = False) -> Tensor:
-        return self._to_env(self.get_distribution(observation).get_actions(deterministic=deterministic))
-
-    def evaluate_actions(self, obs: PyTorchObs, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of given actions, each ``(N,)``."""
-        distribution = self.get_distribution(obs)
-        entropy = distribution.entropy()
-        log_probs = distribution.log_prob(self._from_env(actions))
-        # A distribution without a closed-form entropy: -log π of the sampled action estimates it.
-        return log_probs, -log_probs if entropy is None else entropy
-
-    def sample_candidates(self, obs: PyTorchObs, n_candidates: int) -> tuple[Tensor, Tensor]:
-        """``n_candidates`` independent actions per observation: ``(N, K, ...)`` and log-probabilities ``(N, K)``."""
-        distribution = self.get_distribution(obs)
-        actions = [distribution.sample() for _ in range(n_candidates)]
-        log_probs = [distribution.log_prob(action) for action in actions]
-        return self._to_env(torch.stack(actions, 1)), torch.stack(log_probs, 1)
-
-    def candidate_log_probs(self, obs: PyTorchObs, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities ``(N, K)`` of candidate actions ``(N, K, ...)``; entropies ``(N,)``."""
-        distribution = self.get_distribution(obs)
-        log_probs = [distribution.log_prob(action) for action in self._from_env(actions).unbind(1)]
-        entropy = distribution.entropy()
-        stacked = torch.stack(log_probs, 1)
-        return stacked, -stacked.mean(1) if entropy is None else entropy
-
-    def all_log_probs(self, obs: PyTorchObs) -> Tensor:
-        """Log-probabilities of every action of a Discrete space, ``(N, n)``."""
-        return torch.log_softmax(self._head(obs), dim=-1)
-
-    def _to_env(self, actions: Tensor) -> Tensor:
-        return actions + self.action_start if self.action_start else actions
-
-    def _from_env(self, actions: Tensor) -> Tensor:
-        return actions - self.action_start if self.action_start else actions
-
-    def _get_constructor_parameters(self) -> dict[str, Any]:
-        data = super()._get_constructor_parameters()
-        data.update(
-            lr_schedule=self._dummy_schedule,  # the optimizer is not needed to predict
-            net_arch=self.net_arch,
-            activation_fn=self.activation_fn,
-            ortho_init=self.ortho_init,
-            log_std_init=self.log_std_init,
-            features_extractor_class=self.features_extractor_class,
-            features_extractor_kwargs=self.features_extractor_kwargs,
-            optimizer_class=self.optimizer_class,
-            optimizer_kwargs=self.optimizer_kwargs,
-        )
-        return data
-
-
-def _count_from_zero(obs: PyTorchObs, space: spaces.Space) -> PyTorchObs:
-    """SB3 one-hot encodes Discrete observations as if they began at 0: subtract ``start``."""
-    if isinstance(space, spaces.Discrete) and space.start:
-        return cast(Tensor, obs) - int(space.start)
-    if isinstance(space, spaces.Dict) and isinstance(obs, dict):
-        return {key: cast(Tensor, _count_from_zero(value, space[key])) for key, value in obs.items()}
-    return obs
+__all__ = [
+    "ActorPolicy",
+    "CnnPolicy",
+    "Decoder",
+    "MultiInputPolicy",
+    "TabularPolicy",
+    "TransformerPolicy",
+]
 
 
 class CnnPolicy(ActorPolicy):
@@ -246,7 +77,7 @@ class TabularPolicy(ActorPolicy):
         nn.init.normal_(self.action_net.weight, std=self.init_std)
 
     def _head(self, obs: PyTorchObs) -> Tensor:
-        rows = _count_from_zero(obs, self.observation_space)
+        rows = count_from_zero(obs, self.observation_space)
         return self.action_net(rows.long().reshape(-1)).float()  # type: ignore[union-attr]
 
     def _get_constructor_parameters(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from tpo_gym.agents import objectives
+from tpo_gym.agents.arguments import CommonArguments
 from tpo_gym.agents.env_setup import EnvLike
-from tpo_gym.agents.group_algorithm import CommonArguments, GroupAlgorithm, Schedule
+from tpo_gym.agents.group_algorithm import GroupAlgorithm, Schedule
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout
 

@@ -18,6 +18,13 @@ def index_observations(observations: Observations, rows: Tensor) -> Observations
     return observations[rows]
 
 
+def mask_argument(action_masks: Tensor | None, rows: Tensor | None = None) -> dict[str, Tensor]:
+    """The argument ``action_masks`` of a policy's methods, left out where there are none."""
+    if action_masks is None:
+        return {}
+    return {"action_masks": action_masks if rows is None else action_masks[rows]}
+
+
 class Evaluation(NamedTuple):
     """The current policy on the candidates of ``b`` groups."""
 
@@ -73,7 +80,7 @@ class EpisodeCandidates:
         mask = self.mask if units is None or self.mask is None else self.mask[units]
         rows = index.flatten() if mask is None else index[mask]
         log_probs, entropy = policy.evaluate_actions(
-            index_observations(self.observations, rows), self.actions[rows], **_masks(self.action_masks, rows)
+            index_observations(self.observations, rows), self.actions[rows], **mask_argument(self.action_masks, rows)
         )
         if mask is None:
             return Evaluation(log_probs.view(index.shape), entropy.mean())
@@ -99,7 +106,7 @@ class StateCandidates:
 
     def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
         observations = self.observations if units is None else index_observations(self.observations, units)
-        masks = _masks(self.action_masks, units)
+        masks = mask_argument(self.action_masks, units)
         if self.actions is None:
             log_probs = policy.all_log_probs(observations, **masks)
             entropy = _entropy(log_probs)
@@ -169,13 +176,6 @@ class TokenCandidates:
         return Evaluation(chosen.flatten(0, 1).unsqueeze(-1), _entropy(log_probs))
 
 
-def _masks(action_masks: Tensor | None, rows: Tensor | None) -> dict[str, Tensor]:
-    """The argument ``action_masks`` of a policy's methods, left out where there are none."""
-    if action_masks is None:
-        return {}
-    return {"action_masks": action_masks if rows is None else action_masks[rows]}
-
-
 def _entropy(log_probs: Tensor) -> Tensor:
     return -(log_probs.exp() * log_probs).sum(-1).mean()
 
@@ -209,6 +209,13 @@ class GroupRollout:
         if self.mask is not None:
             return self.mask.sum(-1)
         return torch.full(self.scores.shape, self.old_step_log_probs.shape[-1], device=self.scores.device)
+
+    @property
+    def voters(self) -> Tensor | None:
+        """Candidates that count, bool ``(B, K)``: of all actions those that masks allow; ``None``: everyone."""
+        candidates = self.candidates
+        all_actions = isinstance(candidates, StateCandidates) and candidates.actions is None
+        return candidates.action_masks if all_actions else None  # type: ignore[attr-defined]
 
     @property
     def n_groups(self) -> int:

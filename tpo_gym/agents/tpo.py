@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tpo_gym.agents import objectives
 from tpo_gym.agents.collectors import Baseline
-from tpo_gym.agents.env_setup import EnvLike
+from tpo_gym.agents.env_setup import EnvLike, is_ours
 from tpo_gym.agents.group_algorithm import GroupAlgorithm, Schedule
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout
+
+Auto = Literal["auto"]
+
+AUTO: dict[str, dict[str, Any]] = {
+    # Section 3.4: short candidates of one length, a transformer.
+    "paper": dict(learning_rate=1e-3, n_epochs=4, anchor="old", length_normalize=False, max_grad_norm=None),
+    # Long episodes of unequal length: summed log-probabilities saturate the paper's softmax (docs/results/control).
+    "control": dict(learning_rate=3e-3, n_epochs=10, anchor="ratio", length_normalize=True, max_grad_norm=1.0),
+}
+"""What ``"auto"`` stands for: ``"paper"`` on tasks of this package and other bandits, ``"control"`` elsewhere."""
 
 
 class TPO(GroupAlgorithm):
@@ -29,9 +39,11 @@ class TPO(GroupAlgorithm):
         env: An id, an environment, or a vectorized environment (SB3's or Gymnasium's). With candidates ``"episodes"``
             its sub-environments are contexts x ``group_size``; with ``"actions"`` and ``"all_actions"`` each is one
             context. An id or a single environment is copied: ``n_contexts`` (x ``group_size``) times.
-        learning_rate: A float or a schedule of the remaining progress.
+        learning_rate: A float or a schedule of the remaining progress. Here and below ``"auto"`` is the paper's choice
+            on tasks of this package and a setting for control tasks on all others, see :data:`AUTO`.
         group_size: Candidates per context, ``K``. With ``"all_actions"`` every action of the space is one.
-        n_contexts: Contexts per rollout batch where ``env`` is an id or a single environment.
+        n_contexts: Contexts per rollout batch where ``env`` is an id or a single environment. ``None``: 100 for tasks
+            of this package (the paper's batch), else as many as make 32 episodes.
         n_epochs: Optimizer steps per rollout batch, each over the whole batch.
         batch_size: Largest number of candidates computed at once. Bounds memory; the gradient is that of the whole
             batch whatever it is, also where it splits a group. ``None``: all at once.
@@ -74,17 +86,17 @@ class TPO(GroupAlgorithm):
         self,
         policy: str | type[ActorPolicy],
         env: EnvLike | None,
-        learning_rate: float | Schedule = 1e-3,
+        learning_rate: float | Schedule | Auto = "auto",
         group_size: int = 8,
-        n_contexts: int = 16,
-        n_epochs: int = 4,
+        n_contexts: int | None = None,
+        n_epochs: int | Auto = "auto",
         batch_size: int | None = None,
         candidates: str = "auto",
         eta: float | Schedule = 1.0,
-        anchor: objectives.Anchor = "old",
-        length_normalize: bool = False,
+        anchor: objectives.Anchor | Auto = "auto",
+        length_normalize: bool | Auto = "auto",
         std_floor: float = 0.0,
-        max_grad_norm: float | None = None,
+        max_grad_norm: float | Auto | None = "auto",
         baseline: Baseline = "expected",
         ent_coef: float = 0.0,
         lookahead: int = 0,
@@ -97,24 +109,25 @@ class TPO(GroupAlgorithm):
         device: torch.device | str = "auto",
         _init_setup_model: bool = True,
     ) -> None:
+        auto = AUTO["paper" if env is None or candidates == "all_actions" or is_ours(env) else "control"]
         self.eta = eta
-        self.anchor = anchor
-        self.length_normalize = length_normalize
+        self.anchor: objectives.Anchor = auto["anchor"] if anchor == "auto" else anchor
+        self.length_normalize: bool = auto["length_normalize"] if length_normalize == "auto" else length_normalize
         self.std_floor = std_floor
         super().__init__(
             policy,
             env,
-            learning_rate,
+            auto["learning_rate"] if learning_rate == "auto" else learning_rate,
             group_size=group_size,
             n_contexts=n_contexts,
-            n_epochs=n_epochs,
+            n_epochs=auto["n_epochs"] if n_epochs == "auto" else n_epochs,
             batch_size=batch_size,
             candidates=candidates,
             baseline=baseline,
             ent_coef=ent_coef,
             lookahead=lookahead,
             lookahead_deterministic=lookahead_deterministic,
-            max_grad_norm=max_grad_norm,
+            max_grad_norm=auto["max_grad_norm"] if max_grad_norm == "auto" else max_grad_norm,
             stats_window_size=stats_window_size,
             tensorboard_log=tensorboard_log,
             policy_kwargs=policy_kwargs,
@@ -154,21 +167,23 @@ class TPO(GroupAlgorithm):
         frozen = {"old_log_probs": rollout.old_log_probs}
         if self.length_normalize:
             frozen["lengths"] = rollout.lengths
+        if rollout.voters is not None:
+            frozen["mask"] = rollout.voters
         frozen["target"] = objectives.tpo_target(
-            rollout.old_log_probs, rollout.scores, eta, self.anchor, self.std_floor, lengths=frozen.get("lengths")
+            rollout.old_log_probs, rollout.scores, eta, self.anchor, self.std_floor, **_options(frozen)
         )
         return frozen
 
     def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
         """Cross-entropy of each group to its target."""
-        old, lengths = frozen["old_log_probs"], frozen.get("lengths")
-        return objectives.tpo_loss(evaluation.log_probs, frozen["target"], old, self.anchor, lengths=lengths)
+        old = frozen["old_log_probs"]
+        return objectives.tpo_loss(evaluation.log_probs, frozen["target"], old, self.anchor, **_options(frozen))
 
     def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """``target_kl`` = KL(q‖p_old), ``fit_kl`` = KL(q‖p_θ), ``effective_candidates`` = exp H(q), group means."""
-        target, old, lengths = frozen["target"], frozen["old_log_probs"], frozen.get("lengths")
-        before = objectives.group_log_policy(old, old, self.anchor, lengths=lengths)
-        after = objectives.group_log_policy(log_probs, old, self.anchor, lengths=lengths)
+        target, old = frozen["target"], frozen["old_log_probs"]
+        before = objectives.group_log_policy(old, old, self.anchor, **_options(frozen))
+        after = objectives.group_log_policy(log_probs, old, self.anchor, **_options(frozen))
         entropy = -torch.special.xlogy(target, target).sum(-1)
         return {
             **super().diagnostics(log_probs, frozen),
@@ -176,3 +191,8 @@ class TPO(GroupAlgorithm):
             "train/fit_kl": objectives.kl_divergence(target, after).mean(),
             "rollout/effective_candidates": entropy.exp().mean(),
         }
+
+
+def _options(frozen: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the objective reads besides the log-probabilities, where there is any: lengths, and who has a vote."""
+    return {name: frozen[name] for name in ("lengths", "mask") if name in frozen}

@@ -56,7 +56,8 @@ class SB3VecEnv(VecEnv):
         """Starts new episodes everywhere, with the seed and options given before; observations (n_envs, ...)."""
         if any(options != self._options[0] for options in self._options):
             raise ValueError("the sub-environments live in one batch: give all of them the same options.")
-        observations, _ = self.batched.reset(seed=self._seeds[0], options=self._options[0])
+        # Groups last one reset, or whoever evaluates on the training environment would see each context several times.
+        observations, _ = self.batched.reset(seed=self._seeds[0], options={"group_size": 1, **self._options[0]})
         self._reset_seeds()
         self._reset_options()
         self.reset_infos = [{} for _ in range(self.num_envs)]
