@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         DrGRPO,
         GroupPG,
         MuonAdamW,
+        ResumeCallback,
         TransformerExtractor,
     )
     from tpo_gym.envs.sb3 import make_vec_env
@@ -44,6 +45,7 @@ __all__ = [
     "DrGRPO",
     "GroupPG",
     "MuonAdamW",
+    "ResumeCallback",
     "TransformerExtractor",
     "__version__",
     "make_vec_env",

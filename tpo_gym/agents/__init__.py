@@ -1,5 +1,6 @@
 """Algorithms over groups of candidates, with Stable-Baselines3's interface."""
 
+from tpo_gym.agents.callbacks import ResumeCallback
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.group_gradients import AWR, REBEL, RLOO, GroupPG
 from tpo_gym.agents.grpo import GRPO, GSPO, DrGRPO
@@ -29,6 +30,7 @@ __all__ = [
     "GroupPG",
     "GroupRollout",
     "MultiInputPolicy",
+    "ResumeCallback",
     "MuonAdamW",
     "TabularPolicy",
     "TransformerExtractor",

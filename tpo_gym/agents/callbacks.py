@@ -90,7 +90,8 @@ class ResumeCallback(BaseCallback):
         self._updates += 1
 
     def _on_training_end(self) -> None:
-        self._save()
+        if not self.model._updating:  # else interrupted within an update: the last file is the one to go on from
+            self._save()
 
     def _on_step(self) -> bool:
         return True

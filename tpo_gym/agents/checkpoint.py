@@ -46,6 +46,8 @@ class CheckpointMixin(BaseAlgorithm):
     """Rollout batches since the count of interactions began."""
     _boundary: State | None = None
     """The state before the rollout batch that is being collected."""
+    _updating: bool = False
+    """Whether a rollout batch is collected but its update is not complete: what is saved now cannot go on exactly."""
     _pending: State | None = None
     """What a loaded file holds, until training goes on."""
     _reseed: bool = False
@@ -237,7 +239,7 @@ class CheckpointMixin(BaseAlgorithm):
         return env
 
     def _excluded_save_params(self) -> list[str]:
-        own = ["_boundary", "_pending", "_reseed", "_env_source"]
+        own = ["_boundary", "_updating", "_pending", "_reseed", "_env_source"]
         # Every rollout batch starts its own episodes, so the last observation is of no use; a schedule is made from
         # `learning_rate`.
         return [
@@ -265,7 +267,8 @@ class CheckpointMixin(BaseAlgorithm):
             self._iteration = 0
             if self._reseed:
                 self.set_random_seed(self.seed)
-        self._pending, self._reseed, self._boundary = None, False, None
+        self._pending, self._reseed = None, False
+        self._boundary, self._updating = None, False
         if pending is not None and pending["started"]:
             self._last_obs = np.empty(0)  # no reset: it would draw from the generators
         elif pending is not None:

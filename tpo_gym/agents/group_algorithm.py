@@ -254,7 +254,7 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         if isinstance(self._group_env, BatchedGroupEnv):
             self._record_episodes(rollout)
         callback.on_rollout_end()
-        self._boundary = None
+        self._boundary, self._updating = None, True
         return True
 
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
@@ -372,6 +372,7 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
                 self.train()
                 if log_interval is not None and self._iteration % log_interval == 0:
                     self.dump_logs(self._iteration)
+                self._updating = False
         except KeyboardInterrupt:
             self.logger.dump(step=self.num_timesteps)
             callback.on_training_end()  # closes the progress bar
