@@ -300,6 +300,8 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             loss, entropy = accumulate_gradients(self, rollout, frozen, weights)
             limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
             norms.append(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), limit))
+            if norms[-1].device.type == "cpu":  # elsewhere that would wait for the device: checked after the epochs
+                self._check_gradient(float(norms[-1]))
             optimizer.step()
             losses.append(loss)
             entropies.append(entropy)
@@ -308,15 +310,18 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         mean_loss, norm, entropy = torch.stack(
             [torch.stack(losses).mean(), torch.stack(norms).mean(), torch.stack(entropies).mean()]
         ).tolist()
+        self._check_gradient(norm)
+        self.logger.record("train/loss", mean_loss)
+        self.logger.record("train/grad_norm", norm)
+        self.logger.record("train/entropy", entropy)
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
+
+    def _check_gradient(self, norm: float) -> None:
         if not np.isfinite(norm):
             raise FloatingPointError(
                 f"The gradient's norm is {norm} after {self._n_updates} updates. Lower learning_rate "
                 f"(now {self.lr_schedule(self._current_progress_remaining)}), or set max_grad_norm."
             )
-        self.logger.record("train/loss", mean_loss)
-        self.logger.record("train/grad_norm", norm)
-        self.logger.record("train/entropy", entropy)
-        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def dump_logs(self, iteration: int = 0) -> None:
         """Write the logs of the last update, after it."""

@@ -31,6 +31,7 @@ class GroupVecEnv(DummyVecEnv):
         """Sub-environments that stand still because their episode is over."""
         self._group_size: int | None = None
         self._grouped = False
+        self._members = 1
         self._copies: bool | None = None
 
     def prepare_groups(self, group_size: int, seeds: Sequence[int]) -> None:
@@ -62,6 +63,7 @@ class GroupVecEnv(DummyVecEnv):
 
     def reset(self) -> VecEnvObs:
         group_size, self._group_size = self._group_size, None
+        self._members = group_size or 1
         self._grouped = group_size is not None
         self.idle[:] = False
         if group_size is None or group_size == 1 or not self.exact_copies:
@@ -100,7 +102,14 @@ class GroupVecEnv(DummyVecEnv):
         return self._obs_from_buf(), self.buf_rews.copy(), self.buf_dones.copy(), self.buf_infos
 
     def _step_member(self, index: int) -> None:
-        obs, reward, terminated, truncated, info = self.envs[index].step(self.actions[index])
+        try:
+            obs, reward, terminated, truncated, info = self.envs[index].step(self.actions[index])
+        except TypeError as error:  # Monitor's, where the reward is None
+            context, candidate = divmod(index, self._members)
+            raise ValueError(
+                f"Candidate {candidate} of context {context}: the step failed ({error}). It must return an "
+                "observation, a reward that is a finite number, terminated, truncated and an info."
+            ) from error
         self.buf_rews[index] = float(reward)
         self.buf_dones[index] = terminated or truncated
         info = {**info, "TimeLimit.truncated": truncated and not terminated}

@@ -53,6 +53,14 @@ class REINFORCE(GroupAlgorithm):
         if self.credit not in ("to_go", "own", "return"):
             raise ValueError(f'Unknown credit {self.credit!r}: choose "to_go", "own" or "return".')
 
+    def _setup_groups(self) -> None:
+        super()._setup_groups()
+        if self.baseline == "expected" and self.candidate_set == "episodes":
+            raise ValueError(
+                'baseline="expected" is the expected reward of one-step tasks with candidates="all_actions", but groups '
+                'are formed of "episodes" here: use "batch", a number or None.'
+            )
+
     def _advantages(self, rollout: GroupRollout) -> Tensor:
         """Advantage of each decision, ``(B, K, T)``."""
         if rollout.behaviour is not None:

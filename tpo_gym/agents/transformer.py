@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.n_heads = n_heads
         self.attention_norm = nn.LayerNorm(d_model, eps=1e-6)
         self.qkv_weight = nn.Parameter(torch.empty(3, d_model, d_model))
-        self.qkv_bias = nn.Parameter(torch.zeros(3, d_model))
+        self.qkv_bias = nn.Parameter(torch.zeros(3 * d_model))
         self.out_weight = nn.Parameter(torch.empty(d_model, n_heads, d_model // n_heads))
         self.out_bias = nn.Parameter(torch.zeros(d_model))
         self.ffn_norm = nn.LayerNorm(d_model, eps=1e-6)
@@ -49,7 +49,7 @@ class Block(nn.Module):
         """``x``: ``(N, T, d_model)`` after ``past``; returns the new ``x`` and the keys and values of all positions."""
         n, length, d_model = x.shape
         normed = self.attention_norm(x)
-        qkv = F.linear(normed, self.qkv_weight.flatten(0, 1), self.qkv_bias.flatten())
+        qkv = F.linear(normed, self.qkv_weight.flatten(0, 1), self.qkv_bias)
         q, k, v = qkv.view(n, length, 3, self.n_heads, d_model // self.n_heads).permute(2, 0, 3, 1, 4)
         n_past = 0
         if past is not None:

@@ -1,0 +1,117 @@
+"""Muon on matrices, AdamW on the rest: each parameter exactly once, and both as torch and the reference do it."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tpo_gym.agents.optimizers import MuonAdamW, parameters_of
+from tpo_gym.agents.transformer import CausalTransformer
+
+
+def stepped(module, optimizer, seed=0):
+    torch.manual_seed(seed)
+    before = [p.detach().clone() for p in module.parameters()]
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return before
+
+
+def test_every_parameter_is_covered_once_and_moves():
+    model = CausalTransformer(vocab_size=3, max_length=8, d_model=16)
+    optimizer = MuonAdamW(model.parameters(), lr=0.01)
+    covered = parameters_of(optimizer)
+    assert len(covered) == len({id(p) for p in covered}) == len(list(model.parameters()))
+    for before, parameter in zip(stepped(model, optimizer), model.parameters(), strict=True):
+        assert not torch.equal(before, parameter)
+
+
+def test_matrices_go_to_muon_and_attention_stays_out():
+    model = CausalTransformer(vocab_size=3, max_length=8, d_model=16)
+    muon = next(inner for inner in MuonAdamW(model.parameters())._inner if isinstance(inner, torch.optim.Muon))
+    names = {id(p): name for name, p in model.named_parameters()}
+    in_muon = {names[id(p)] for p in parameters_of(muon)}
+    ffn = {f"blocks.{i}.{layer}.weight" for i in range(2) for layer in ("ffn_in", "ffn_out")}
+    assert in_muon == {"token_table", "position_table", *ffn}
+
+
+def test_frozen_and_tied_parameters():
+    module = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    module["b"].weight = module["a"].weight
+    module["a"].bias.requires_grad_(False)
+    optimizer = MuonAdamW(module.parameters(), lr=0.1)
+    assert len(parameters_of(optimizer)) == 3
+    frozen, tied = module["a"].bias.clone(), module["a"].weight.detach().clone()
+    stepped(module, optimizer)
+    assert torch.equal(module["a"].bias, frozen)
+    assert torch.linalg.svdvals(module["a"].weight - tied).mean() < 0.13  # one step of lr 0.1, not two
+
+
+def test_update_sizes_are_those_of_the_reference():
+    """Muon's step has singular values near 1, times lr · sqrt(max(1, fan_out / fan_in)); AdamW's first step is lr."""
+    model = CausalTransformer(vocab_size=2, max_length=20, d_model=64)
+    before = stepped(model, MuonAdamW(model.parameters(), lr=0.01))
+    sizes = {}
+    for (name, parameter), old in zip(model.named_parameters(), before, strict=True):
+        update = (parameter - old).detach()
+        if parameter.ndim == 2:
+            sizes[name] = torch.linalg.svdvals(update).mean().item() / 0.01
+        else:
+            assert update.abs().mean().item() == pytest.approx(0.01, rel=1e-2)
+    assert sizes["token_table"] == pytest.approx(math.sqrt(64 / 2), rel=0.35)
+    assert sizes["position_table"] == pytest.approx(math.sqrt(64 / 20), rel=0.35)
+    assert sizes["blocks.0.ffn_in.weight"] == pytest.approx(2, rel=0.35)
+    assert sizes["blocks.0.ffn_out.weight"] == pytest.approx(1, rel=0.35)
+
+
+def test_it_equals_the_two_optimizers_of_torch():
+    ours, theirs = nn.Linear(6, 4), nn.Linear(6, 4)
+    theirs.load_state_dict(ours.state_dict())
+    mixed = MuonAdamW(ours.parameters(), lr=0.02, weight_decay=0.1)
+    muon = torch.optim.Muon([theirs.weight], lr=0.02, weight_decay=0.1)
+    adamw = torch.optim.AdamW([theirs.bias], lr=0.02, weight_decay=0.1)
+    for seed in range(3):
+        stepped(ours, mixed, seed)
+        torch.manual_seed(seed)
+        theirs.weight.grad, theirs.bias.grad = torch.randn(4, 6), torch.randn(4)
+        muon.step()
+        adamw.step()
+    assert torch.equal(ours.weight, theirs.weight)
+    assert torch.equal(ours.bias, theirs.bias)
+
+
+@pytest.mark.parametrize("restore", ["state_dict", "deepcopy"])
+def test_state_survives(restore):
+    module = nn.Linear(6, 4)
+    optimizer = MuonAdamW(module.parameters(), lr=0.02)
+    stepped(module, optimizer)
+    if restore == "deepcopy":
+        twin, twin_optimizer = copy.deepcopy((module, optimizer))
+    else:
+        twin = copy.deepcopy(module)
+        twin_optimizer = MuonAdamW(twin.parameters(), lr=0.5)
+        twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for group in (*optimizer.param_groups, *twin_optimizer.param_groups):
+        assert group["lr"] == 0.02
+    stepped(module, optimizer, seed=1)
+    stepped(twin, twin_optimizer, seed=1)
+    assert torch.equal(module.weight, twin.weight)
+    assert torch.equal(module.bias, twin.bias)
+
+
+def test_the_learning_rate_is_set_through_param_groups():
+    module = nn.Linear(3, 3)
+    optimizer = MuonAdamW(module.parameters(), lr=0.02)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = stepped(module, optimizer)
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+def test_a_state_of_other_optimizers_is_refused():
+    with pytest.raises(ValueError, match="this optimizer holds"):
+        MuonAdamW(nn.Linear(3, 3).parameters()).load_state_dict({"Adam": {}})
