@@ -57,7 +57,7 @@ class REINFORCE(GroupAlgorithm):
         super()._setup_groups()
         if self.baseline == "expected" and self.candidate_set == "episodes":
             raise ValueError(
-                'baseline="expected" is the expected reward of one-step tasks with candidates="all_actions", but groups '
+                'baseline="expected" is for one-step tasks with candidates="all_actions", but groups '
                 'are formed of "episodes" here: use "batch", a number or None.'
             )
 
