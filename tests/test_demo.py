@@ -8,14 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from gymnasium import spaces
 from rich.console import Console
 
-from tpo_gym.agents import TransformerExtractor
 from tpo_gym.demo import report
 from tpo_gym.demo.display import Display
-from tpo_gym.demo.jobs import SETTINGS, TASKS, DistinctTransformerExtractor, Job, Result, make_model
+from tpo_gym.demo.jobs import SETTINGS, TASKS, Job, Result, make_model
 from tpo_gym.demo.workers import Event, JobFailed, run_all
 
 
@@ -105,20 +102,3 @@ def test_every_method_has_settings_and_the_same_budget(tmp_path: Path) -> None:
         model = make_model(Job(name, method, 0, 1, tmp_path))
         steps = getattr(model, "n_steps", 1 if name == "mnist" else 7)
         assert TASKS[name].per_update % (model.n_envs * steps) == 0  # so every budget is met exactly
-
-
-def test_distinct_extractor_is_the_same_function() -> None:
-    torch.manual_seed(0)
-    space = spaces.MultiDiscrete([3] * 6)
-    plain, fast = TransformerExtractor(space), DistinctTransformerExtractor(space)
-    fast.load_state_dict(plain.state_dict())
-    symbols = torch.randint(2, (40, 6))
-    symbols[:10, 3:], symbols[10:20, 4:], symbols[20:30, 5:] = 2, 2, 2
-    one_hot = torch.nn.functional.one_hot(symbols, 3).flatten(1).float()
-    expected, got = plain(one_hot), fast(one_hot)
-    torch.testing.assert_close(got, expected)
-    weights = torch.randn_like(expected)  # a sum of squares would be constant after the LayerNorm
-    (expected * weights).sum().backward()
-    (got * weights).sum().backward()
-    for one, other in zip(plain.parameters(), fast.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tpo_gym import make_vec_env
 from tpo_gym.agents import MuonAdamW, TransformerExtractor, TransformerPolicy
-from tpo_gym.agents.transformer import CausalTransformer, select_rows
+from tpo_gym.agents.transformer import CausalTransformer, read_hidden, select_rows
 
 
 def policy(sequence_length=4, vocab_size=3, **kwargs):
@@ -94,6 +94,21 @@ def test_sequences_and_steps_give_the_same_log_probabilities(sequence_length):
     stepwise = torch.autograd.grad((weights * by_step).sum(), parameters)
     for a, b in zip(fused, stepwise, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_observations_of_any_length_and_repetition_are_read_alike():
+    """Each distinct observation is computed once and no further than it is read: same values, same gradients."""
+    model = policy(3, 2).double()
+    symbols = torch.randint(2, (40, 6))
+    symbols[:10, 3:], symbols[10:20, 4:], symbols[20:30, 5:] = 2, 2, 2
+    tokens, read_at = model.layout.split(symbols)
+    expected = model.model(tokens)[0][torch.arange(40), read_at]
+    got = read_hidden(model.model, model.layout, symbols)
+    assert torch.allclose(got, expected, atol=1e-12)
+    weights = torch.randn_like(expected)
+    parameters = list(model.model.parameters())
+    for a, b in zip(*(torch.autograd.grad((weights * h).sum(), parameters) for h in (got, expected)), strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
 
 
 def test_deterministic_generation_takes_the_likeliest_token():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tpo_gym.agents.actor import ActorPolicy, count_from_zero
 from tpo_gym.agents.optimizers import MuonAdamW
-from tpo_gym.agents.transformer import CausalTransformer, TokenLayout, lecun_normal_, select_rows
+from tpo_gym.agents.transformer import CausalTransformer, TokenLayout, lecun_normal_, read_hidden, select_rows
 
 __all__ = [
     "ActorPolicy",
@@ -145,10 +145,7 @@ class TransformerPolicy(ActorPolicy):
         nn.init.zeros_(self.action_net.bias)  # type: ignore[arg-type]
 
     def _head(self, obs: PyTorchObs) -> Tensor:
-        tokens, read_at = self.layout.split(obs)  # type: ignore[arg-type]
-        hidden, _ = self.model(tokens[:, :-1])
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        return self.action_net(hidden[rows, read_at]).float()
+        return self.action_net(read_hidden(self.model, self.layout, obs)).float()  # type: ignore[arg-type]
 
     def decoder(self, prompts: Tensor, group_size: int = 1) -> Decoder:
         """A decoder at the first token of ``group_size`` completions of each prompt ``(B, H)``."""

@@ -148,6 +148,29 @@ class TokenLayout:
         return observations.clamp(max=self.vocab_size - 1), read_at
 
 
+def read_hidden(model: CausalTransformer, layout: TokenLayout, observations: Tensor) -> Tensor:
+    """Hidden state of each observation ``(N, 2H)`` at its last written token: ``(N, d_model)``."""
+    if observations.device.type != "cpu":  # shapes stay fixed
+        tokens, read_at = layout.split(observations)
+        hidden, _ = model(tokens[:, :-1])  # the last token is read by no one
+        return hidden[torch.arange(len(tokens), device=tokens.device), read_at]
+    # Each distinct observation once, and none further than it is read.
+    distinct, inverse = torch.unique(observations, dim=0, return_inverse=True)
+    tokens, read_at = layout.split(distinct)
+    order = read_at.argsort(stable=True)
+    parts = []
+    for position, rows in zip(*_runs(read_at[order], order), strict=True):
+        hidden, _ = model(tokens[rows, : position + 1])
+        parts.append(hidden[:, -1])
+    return torch.cat(parts)[order.argsort()[inverse]]
+
+
+def _runs(values: Tensor, order: Tensor) -> tuple[list[int], list[Tensor]]:
+    """The distinct sorted values, and the rows that have each."""
+    distinct, counts = values.unique_consecutive(return_counts=True)
+    return distinct.tolist(), list(order.split(counts.tolist()))
+
+
 class TransformerExtractor(BaseFeaturesExtractor):
     """The transformer as a features extractor: give SB3's PPO the network that :class:`TransformerPolicy` has.
 
@@ -170,7 +193,4 @@ class TransformerExtractor(BaseFeaturesExtractor):
         """``(N, Σ nvec)`` one-hot (as SB3 preprocesses) or ``(N, 2H)`` symbols -> ``(N, d_model)``."""
         if observations.shape[1] != 2 * self.layout.sequence_length:
             observations = observations.unflatten(1, (2 * self.layout.sequence_length, -1)).argmax(-1)
-        tokens, read_at = self.layout.split(observations)
-        # The last position predicts nothing: its token is read by no one.
-        hidden, _ = self.model(tokens[:, : 2 * self.layout.sequence_length - 1])
-        return hidden[torch.arange(hidden.shape[0], device=hidden.device), read_at]
+        return read_hidden(self.model, self.layout, observations)

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import torch
 from stable_baselines3 import PPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
-from torch import Tensor, nn
+from torch import nn
 
 from tpo_gym.agents import GRPO, TPO, GroupAlgorithm, MuonAdamW, TransformerExtractor
 from tpo_gym.agents.metrics import rollout_metrics
@@ -110,22 +109,6 @@ class Result:
     """Time on the processor: what the run takes where nothing else runs."""
 
 
-class DistinctTransformerExtractor(TransformerExtractor):
-    """The same function, faster on a CPU: distinct observations once, and none further than it is read."""
-
-    def forward(self, observations: Tensor) -> Tensor:
-        """See :class:`~tpo_gym.agents.TransformerExtractor`."""
-        symbols = observations.unflatten(1, (2 * self.layout.sequence_length, -1)).argmax(-1)
-        distinct, inverse = torch.unique(symbols, dim=0, return_inverse=True)
-        tokens, read_at = self.layout.split(distinct)
-        features = torch.zeros(len(tokens), self.features_dim)
-        for position in read_at.unique().tolist():
-            rows = (read_at == position).nonzero().squeeze(1)
-            hidden, _ = self.model(tokens[rows, : position + 1])
-            features = features.index_copy(0, rows, hidden[:, -1])
-        return features[inverse]
-
-
 def make_model(job: Job) -> BaseAlgorithm:
     """The job's algorithm on its environment."""
     task = TASKS[job.task]
@@ -133,9 +116,7 @@ def make_model(job: Job) -> BaseAlgorithm:
     if job.task == "reversal":
         if job.method == "PPO":
             vec_env = make_vec_env(task.env_id, n_envs=800, **task.env_kwargs)
-            network = dict(
-                features_extractor_class=DistinctTransformerExtractor, net_arch=[], optimizer_class=MuonAdamW
-            )
+            network = dict(features_extractor_class=TransformerExtractor, net_arch=[], optimizer_class=MuonAdamW)
             return PPO(
                 "MlpPolicy",
                 vec_env,
