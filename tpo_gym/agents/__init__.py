@@ -4,7 +4,7 @@ from tpo_gym.agents.callbacks import ResumeCallback
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.group_gradients import AWR, REBEL, RLOO, GroupPG
 from tpo_gym.agents.grpo import GRPO, GSPO, DrGRPO
-from tpo_gym.agents.optimizers import MuonAdamW
+from tpo_gym.agents.optimizers import MuonAdamW, NormalizedStep
 from tpo_gym.agents.policies import ActorPolicy, CnnPolicy, MultiInputPolicy, TabularPolicy, TransformerPolicy
 from tpo_gym.agents.policy_gradient import DG, REINFORCE, ClippedPG
 from tpo_gym.agents.rollouts import GroupRollout
@@ -31,6 +31,7 @@ __all__ = [
     "GroupRollout",
     "MultiInputPolicy",
     "MuonAdamW",
+    "NormalizedStep",
     "ResumeCallback",
     "TabularPolicy",
     "TransformerExtractor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any, cast
 
@@ -86,6 +87,12 @@ class ActorPolicy(BasePolicy):
             optimizer_class=optimizer_class,
             optimizer_kwargs=optimizer_kwargs,
         )
+        if isinstance(net_arch, list) and net_arch and isinstance(net_arch[0], dict):
+            warnings.warn(
+                f"net_arch={net_arch} is SB3's form of before version 1.8: pass the dictionary without the list.",
+                stacklevel=2,
+            )
+            net_arch = net_arch[0]
         if net_arch is None:
             net_arch = [] if features_extractor_class is NatureCNN else [64, 64]
         self.net_arch = net_arch

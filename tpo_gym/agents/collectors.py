@@ -201,6 +201,13 @@ def collect_tokens(
     )
 
 
+def baseline_value(baseline: Baseline, probabilities: Tensor, rewards: Tensor) -> Tensor:
+    """The baseline's value: for every context ``(B,)``, or one for all."""
+    if baseline in ("auto", "expected"):
+        return probabilities.square().sum(-1)
+    return rewards.mean() if baseline == "batch" else rewards.new_tensor(baseline or 0.0)
+
+
 @torch.no_grad()
 def collect_all_actions(
     env: GroupEnv, policy: ActorPolicy, baseline: Baseline, merge: bool, on_step: OnStep
@@ -232,12 +239,7 @@ def collect_all_actions(
             'candidates="all_actions" learns from one-step environments (bandits), but episodes went on after the '
             'first step: use candidates="episodes".'
         )
-    if baseline in ("auto", "expected"):
-        subtracted = probabilities.square().sum(-1)
-    elif baseline == "batch":
-        subtracted = step.rewards.mean()
-    else:
-        subtracted = torch.tensor(baseline or 0.0, device=log_policy.device)
+    subtracted = baseline_value(baseline, probabilities, step.rewards)
     scores = one_hot_scores(index, step.rewards - subtracted, log_policy.shape[1])
     if not on_step(step):
         return None
@@ -250,4 +252,38 @@ def collect_all_actions(
         scores,
         returns=step.rewards,
         behaviour=index,
+    )
+
+
+@torch.no_grad()
+def collect_exact(
+    env: BatchedGroupEnv, policy: ActorPolicy, baseline: Baseline, on_step: OnStep
+) -> GroupRollout | None:
+    """All contexts of a task and every action with its reward: what sampling would give on average (TPO, section 3.2).
+
+    Objectives of single samples are weighted with ``probabilities``. One action is executed in each context all the
+    same, so that interactions are counted as for the other candidate sets.
+
+    Args:
+        env: One-step environment with one sub-environment per context.
+        policy: The policy.
+        baseline: See :func:`collect_all_actions`; ``"batch"``: the mean of the expected rewards.
+        on_step: See the module.
+    """
+    obs = env.start_all()
+    log_policy = policy.all_log_probs(obs)
+    probabilities = log_policy.exp()
+    n_contexts, n_actions = log_policy.shape
+    every_action = torch.arange(n_actions, device=env.env.device).expand(n_contexts, -1) + policy.action_start
+    rewards = env.env.score_actions(every_action).to(log_policy.device)
+    step = env.step(torch.multinomial(probabilities, 1).squeeze(1) + policy.action_start)
+    if not on_step(step):
+        return None
+    returns = (probabilities * rewards).sum(-1)
+    return GroupRollout(
+        StateCandidates(obs, None, n_contexts, n_actions),
+        log_policy.unsqueeze(-1),
+        rewards - baseline_value(baseline, probabilities, returns).unsqueeze(-1),
+        returns=returns,
+        probabilities=probabilities,
     )

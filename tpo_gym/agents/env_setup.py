@@ -19,7 +19,9 @@ from tpo_gym.envs.single import SingleEnv
 from tpo_gym.envs.vector_adapter import VectorEnvAdapter
 
 EnvLike = str | gym.Env | VectorEnv | VecEnv
-CANDIDATE_SETS = ("episodes", "actions", "all_actions")
+CANDIDATE_SETS = ("episodes", "actions", "all_actions", "exact")
+EXHAUSTIVE_SETS = ("all_actions", "exact")
+"""Sets that hold every action of a one-step task."""
 
 
 def native_env(env: Any) -> BatchedEnv | None:
@@ -55,7 +57,9 @@ def pick_candidates(
         ValueError: For an unknown set, or one that the environment or the algorithm cannot serve.
     """
     if requested not in (*CANDIDATE_SETS, "auto"):
-        raise ValueError(f'Unknown candidates {requested!r}: choose "auto", "episodes", "actions" or "all_actions".')
+        raise ValueError(
+            f'Unknown candidates {requested!r}: choose "auto", "episodes", "actions", "all_actions" or "exact".'
+        )
     discrete = isinstance(action_space, spaces.Discrete)
     one_step = env is not None and env.horizon == 1
     if requested == "auto":
@@ -65,14 +69,29 @@ def pick_candidates(
         return "actions" if dense and "actions" in supported else "episodes"
     if requested not in supported:
         raise ValueError(f"candidates={requested!r} is not defined for this algorithm: use one of {tuple(supported)}.")
-    if requested == "all_actions" and not discrete:
-        raise ValueError(f'candidates="all_actions" lists every action: it needs Discrete actions, got {action_space}.')
-    if requested == "all_actions" and env is not None and not one_step:
+    if requested == "exact" and not hasattr(env, "num_contexts"):
         raise ValueError(
-            f'candidates="all_actions" is for one-step tasks, but episodes last {env.horizon} steps: use "episodes" '
+            'candidates="exact" needs a task whose contexts and rewards are all known, a bandit or classification task '
+            'of tpo_gym: use candidates="all_actions", which samples.'
+        )
+    if requested in EXHAUSTIVE_SETS and not discrete:
+        raise ValueError(f"candidates={requested!r} lists every action: it needs Discrete actions, got {action_space}.")
+    if requested in EXHAUSTIVE_SETS and env is not None and not one_step:
+        raise ValueError(
+            f'candidates={requested!r} is for one-step tasks, but episodes last {env.horizon} steps: use "episodes" '
             'or "actions".'
         )
     return requested
+
+
+def check_exact(env: BatchedEnv) -> None:
+    """Raise a ``ValueError`` where a task for candidates "exact" does not have one sub-environment per context."""
+    contexts = env.num_contexts  # type: ignore[attr-defined]
+    if env.num_envs != contexts:
+        raise ValueError(
+            f'candidates="exact" visits all {contexts} contexts in every update, but there are {env.num_envs} '
+            f"sub-environments: make {contexts}."
+        )
 
 
 def expand_env(
@@ -85,6 +104,8 @@ def expand_env(
     if is_ours(env) and spec is not None and not spec.additional_wrappers:
         probe = gym.make_vec(spec, num_envs=1)
         kind = pick_candidates(candidates, probe, probe.single_action_space, supported)  # type: ignore[arg-type]
+        if kind == "exact":
+            n_contexts = probe.num_contexts  # type: ignore[attr-defined]
         return gym.make_vec(spec, num_envs=n_contexts * (group_size if kind == "episodes" else 1))
     n_envs = n_contexts * (1 if candidates in ("actions", "all_actions") else group_size)
     if isinstance(env, str):
@@ -110,6 +131,8 @@ def _constant(env: gym.Env) -> Callable[[], gym.Env]:
 
 def _copy(env: gym.Env) -> gym.Env:
     """Another environment like this one: copied with all that was set in it, or made again from its spec."""
+    if isinstance(env, Monitor):  # its file cannot be shared: what the copies do is recorded in memory
+        return Monitor(_copy(env.env), None, env.allow_early_resets, env.reset_keywords, env.info_keywords)
     try:
         return snapshot(env)()
     except Exception as error:

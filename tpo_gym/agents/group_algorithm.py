@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
 from abc import abstractmethod
 from typing import Any, ClassVar, TypeVar
 
@@ -26,12 +27,14 @@ from tpo_gym.agents.env_setup import (
     CANDIDATE_SETS,
     EnvLike,
     as_vec_env,
+    check_exact,
     expand_env,
     is_ours,
     native_env,
     pick_candidates,
 )
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step, VecGroupEnv
+from tpo_gym.agents.infos import EpisodeInfos, as_numpy
 from tpo_gym.agents.metrics import approximate_kl, rollout_metrics
 from tpo_gym.agents.policies import (
     ActorPolicy,
@@ -47,6 +50,8 @@ from tpo_gym.agents.updates import accumulate_gradients, current_log_probs
 
 logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
+LONG_EPISODE = 10_000
+"""Steps of one rollout batch after which a warning asks whether episodes end at all."""
 
 
 class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
@@ -69,9 +74,10 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         batch_size: Largest number of candidates computed at once. Bounds memory; the gradient is that of the whole
             batch whatever it is, also where it splits a group. ``None``: all at once.
         candidates: ``"episodes"``, ``"actions"``, ``"all_actions"``, or ``"auto"``: all actions for one-step tasks,
-            actions where each one can be scored and every step pays, else episodes.
-        baseline: For ``"all_actions"``: what is subtracted from the reward: a constant, ``"expected"`` (``Σ π²``),
-            ``"batch"`` (the batch's mean) or nothing (``None``).
+            actions where each one can be scored and every step pays, else episodes. ``"exact"``: no sampling, the
+            expectation over all contexts and actions of a bandit (with ``n_epochs=1`` the population gradient).
+        baseline: For ``"all_actions"`` and ``"exact"``: what is subtracted from the reward: a constant, ``"expected"``
+            (``Σ π²``), ``"batch"`` (the batch's mean) or nothing (``None``).
         ent_coef: Weight of an entropy bonus in the loss.
         max_grad_norm: Clip the gradient's norm to this; ``None``: no clipping.
         lookahead: For ``"actions"`` on environments that are copied to try an action: further steps of the copy, with
@@ -154,6 +160,7 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             supported_action_spaces=(spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary),
         )
         self.rollout: GroupRollout | None = None
+        self._unlogged: GroupRollout | None = None  # the rollout batch whose update has not been logged yet
         self._seed_rng = np.random.default_rng(seed)
         if _init_setup_model:
             self._setup_model()
@@ -197,6 +204,9 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             if native is not None
             else VecGroupEnv(self.env, self.device, self._seed_rng)
         )
+        if self.candidate_set == "exact":
+            assert native is not None
+            check_exact(native)
         if self.candidate_set == "actions":
             self._group_env.check_scorable(self._lookahead)
         elif self.lookahead:
@@ -221,6 +231,10 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         """Weight of each group in the batch's loss, ``(B,)``: the mean over groups."""
         return torch.full((rollout.n_groups,), 1.0 / rollout.n_groups, device=rollout.scores.device)
 
+    def wants_update(self, rollout: GroupRollout) -> bool:
+        """Whether to take optimizer steps on this rollout batch."""
+        return True
+
     def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalars to log after the last epoch, by their full key.
 
@@ -235,14 +249,16 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         self.policy.set_training_mode(False)
         self._boundary = capture(self)  # what a file saved before the end of this rollout batch goes on from
         callback.on_rollout_start()
+        rewards: list[Tensor] = []
 
         def on_step(step: Step) -> bool:
             self.num_timesteps += step.interactions
+            rewards.append(step.rewards)
             if step.infos is not None:
                 self._update_info_buffer(step.infos, step.dones)
-            callback.update_locals(
-                {"self": self, "infos": step.infos or [], "rewards": step.rewards, "dones": step.dones}
-            )
+            if len(rewards) == LONG_EPISODE:
+                _warn_of_long_episodes()
+            callback.update_locals(self._step_locals(step, rewards))
             return callback.on_step()
 
         rollout = self._collect(on_step)
@@ -257,6 +273,20 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         self._boundary, self._updating = None, True
         return True
 
+    def _step_locals(self, step: Step, rewards: list[Tensor]) -> dict[str, Any]:
+        """What SB3's callbacks find in ``self.locals``; ``rewards`` are those of the batch's steps up to this one."""
+        infos: Any = step.infos
+        if isinstance(self._group_env, BatchedGroupEnv):
+            max_return = self._group_env.env.max_return
+            infos = EpisodeInfos(rewards, bool(step.dones[0]), max_return, self.start_time / 1e9)
+        return {
+            "self": self,
+            "new_obs": as_numpy(step.observations),
+            "rewards": as_numpy(step.rewards),
+            "dones": step.dones,
+            "infos": infos,
+        }
+
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
         env, policy, size = self._group_env, self.policy, self.group_size
         fused = (
@@ -269,6 +299,9 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             return collectors.collect_all_actions(
                 env, policy, self.baseline, constant and self.merges_contexts, on_step
             )
+        if self.candidate_set == "exact":
+            assert isinstance(env, BatchedGroupEnv)
+            return collectors.collect_exact(env, policy, self.baseline, on_step)
         if self.candidate_set == "actions":
             if fused:
                 return collectors.collect_tokens(env, policy, size, on_step)  # type: ignore[arg-type]
@@ -292,6 +325,9 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         frozen = self._frozen = self.freeze(rollout)
+        self._unlogged = rollout
+        if not self.wants_update(rollout):
+            return
         weights = self.group_weights(rollout, frozen)
         optimizer = self.policy.optimizer
         losses, norms, entropies = [], [], []
@@ -324,19 +360,26 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             )
 
     def dump_logs(self, iteration: int = 0) -> None:
-        """Write the logs of the last update, after it."""
-        assert self.ep_info_buffer is not None and self.ep_success_buffer is not None and self.rollout is not None
+        """Write the logs of the last update, once after it, and what is known of the episodes so far.
+
+        Args:
+            iteration: Rollout batches so far; 0: not logged (SB3's callbacks that log on their own do not know it).
+        """
+        assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
         elapsed = max((time.time_ns() - self.start_time) / 1e9, sys.float_info.epsilon)
-        metrics = rollout_metrics(self.rollout, getattr(native_env(self.env), "max_return", None))
-        metrics.update(self.diagnostics(current_log_probs(self, self.rollout), self._frozen))
-        for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True):
-            self.logger.record(name, value)
+        if self.rollout is not None and self._unlogged is self.rollout:
+            metrics = rollout_metrics(self.rollout, getattr(native_env(self.env), "max_return", None))
+            metrics.update(self.diagnostics(current_log_probs(self, self.rollout), self._frozen))
+            for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True):
+                self.logger.record(name, value)
+            self._unlogged = None
         if len(self.ep_info_buffer) > 0:
             self.logger.record("rollout/ep_rew_mean", safe_mean([info["r"] for info in self.ep_info_buffer]))
             self.logger.record("rollout/ep_len_mean", safe_mean([info["l"] for info in self.ep_info_buffer]))
         if len(self.ep_success_buffer) > 0:
             self.logger.record("rollout/success_rate", safe_mean(self.ep_success_buffer))
-        self.logger.record("time/iterations", iteration, exclude="tensorboard")
+        if iteration > 0:
+            self.logger.record("time/iterations", iteration, exclude="tensorboard")
         self.logger.record("time/fps", int((self.num_timesteps - self._num_timesteps_at_start) / elapsed))
         self.logger.record("time/time_elapsed", int(elapsed), exclude="tensorboard")
         self.logger.record("time/total_timesteps", self.num_timesteps, exclude="tensorboard")
@@ -416,8 +459,17 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         return ["policy", "policy.optimizer"], []
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "rollout", "_group_env", "_frozen"]
+        return [*super()._excluded_save_params(), "rollout", "_group_env", "_frozen", "_unlogged"]
 
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         return BaseAlgorithm._wrap_env(as_vec_env(env), verbose, monitor_wrapper)
+
+
+def _warn_of_long_episodes() -> None:
+    warnings.warn(
+        f"A rollout batch has taken {LONG_EPISODE:,} steps and goes on, since candidates are whole episodes and the "
+        "longest is waited for. If episodes may never end, pass gymnasium.make(..., max_episode_steps=...) or wrap the "
+        "environment in gymnasium.wrappers.TimeLimit.",
+        stacklevel=2,
+    )

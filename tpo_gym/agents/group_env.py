@@ -76,6 +76,11 @@ class BatchedGroupEnv:
             observations, _ = self.env.reset(options={"group_size": group_size})
         return observations.to(self.device)
 
+    def start_all(self) -> Tensor:
+        """Observations of fresh episodes in all contexts that there are, one per sub-environment, in order."""
+        options = {"group_size": 1, "contexts": torch.arange(self.num_envs)}
+        return self.env.reset(options=options)[0].to(self.device)
+
     def step(self, actions: Tensor) -> Step:
         observations, rewards, _, _, _ = self.env.step(actions.to(self.env.device))
         # Episodes have one fixed length, so all sub-environments end together.

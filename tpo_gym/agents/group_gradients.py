@@ -38,6 +38,8 @@ class GroupPG(WeightedGroups):
     With bandit feedback (``"all_actions"``) only the sampled action's term is kept.
     """
 
+    candidate_sets: ClassVar[tuple[str, ...]] = ("episodes", "actions", "all_actions")
+
     def weights(self, rollout: GroupRollout) -> Tensor:
         """Standardized scores."""
         u = objectives.standardize(rollout.scores, mask=rollout.voters)

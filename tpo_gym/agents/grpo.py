@@ -75,6 +75,8 @@ class GRPO(GroupAlgorithm):
                 raise ValueError(f"Unknown {name} {getattr(self, name)!r}: choose one of {choices}.")
 
     def _advantages(self, rollout: GroupRollout) -> Tensor:
+        if rollout.probabilities is not None and self.scale == "std":
+            return objectives.expected_advantages(rollout.scores, rollout.probabilities)
         advantages = objectives.group_advantages if self.scale == "std" else objectives.centred_advantages
         if rollout.behaviour is None:
             return advantages(rollout.scores)
@@ -85,6 +87,8 @@ class GRPO(GroupAlgorithm):
         """The advantages and the log-probabilities at sampling, per candidate or per decision."""
         advantages = self._advantages(rollout)
         frozen = {"advantages": advantages, "old_log_probs": rollout.old_log_probs}
+        if rollout.probabilities is not None:
+            frozen["probabilities"] = rollout.probabilities
         if self.ratio == "step":
             steps = advantages.unsqueeze(-1).expand_as(rollout.old_step_log_probs)
             frozen["advantages"] = steps if rollout.mask is None else steps * rollout.mask
@@ -94,6 +98,7 @@ class GRPO(GroupAlgorithm):
     def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
         """Clipped surrogate with KL penalty of each group."""
         by_step = self.ratio == "step"
+        weights = frozen.get("probabilities")
         return objectives.grpo_loss(
             evaluation.step_log_probs if by_step else evaluation.log_probs,
             frozen["old_step_log_probs" if by_step else "old_log_probs"],
@@ -101,6 +106,7 @@ class GRPO(GroupAlgorithm):
             self.clip_range,
             self.beta,
             self.clip_range_high,
+            weights.unsqueeze(-1) if by_step and weights is not None else weights,
         )
 
     def group_weights(self, rollout: GroupRollout, frozen: dict[str, Tensor]) -> Tensor:

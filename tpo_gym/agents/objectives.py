@@ -176,6 +176,16 @@ def group_advantages(scores: Tensor, eps: float = 1e-8, mask: Tensor | None = No
     return centred / (std + eps)
 
 
+def expected_advantages(scores: Tensor, probabilities: Tensor, eps: float = 1e-8) -> Tensor:
+    """Standardized scores where mean and deviation are expectations over a candidate drawn with ``probabilities``.
+
+    The population form of :func:`group_advantages` (TPO, section 3.2). All ``(B, K)``.
+    """
+    scores, probabilities = _as_float(scores), _as_float(probabilities)
+    centred = scores - (probabilities * scores).sum(-1, keepdim=True)
+    return centred / ((probabilities * centred.square()).sum(-1, keepdim=True).sqrt() + eps)
+
+
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """``min(e^r A, clip(e^r, 1 - clip_low, 1 + clip_high) A)``, elementwise (PPO, Schulman et al. 2017, equation 7).
 
@@ -198,6 +208,7 @@ def grpo_loss(
     clip_range: float = 0.2,
     beta: float = 0.04,
     clip_range_high: float | None = None,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """GRPO's clipped surrogate with a KL penalty, summed over each group (Shao et al. 2024; TPO, section 3).
 
@@ -211,6 +222,7 @@ def grpo_loss(
         clip_range: ε of the clipping.
         beta: Weight of the KL penalty to the sampling policy.
         clip_range_high: Upper ε, if it differs (DAPO's "clip higher").
+        weights: Weight of each term, which broadcasts as ``advantages`` does; ``None``: 1.
 
     Returns:
         ``(B,)``.
@@ -220,6 +232,8 @@ def grpo_loss(
     value = clipped_surrogate(log_ratio, advantages.detach(), clip_range, high)
     if beta:
         value = value - beta * kl_penalty(log_ratio)
+    if weights is not None:
+        value = value * weights.detach()
     return -value.flatten(1).sum(-1)
 
 

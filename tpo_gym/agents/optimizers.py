@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for everything else, as one ordinary optimizer."""
+"""Optimizers beside torch's: Muon for matrices with AdamW for the rest, and steps of a fixed length."""
 
 from __future__ import annotations
 
@@ -88,6 +88,35 @@ class MuonAdamW(torch.optim.Optimizer):
         for inner in self._inner:
             inner.load_state_dict(state_dict[type(inner).__name__])
         self._share_groups()
+
+
+class NormalizedStep(torch.optim.Optimizer):
+    """Gradient steps of one length, ``θ -= lr · g / ‖g‖`` with the norm over all parameters (TPO, section 3.1).
+
+    A gradient of zero moves nothing.
+
+    Args:
+        params: Parameters or parameter groups (a group may set its own ``lr``).
+        lr: Length of a step.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, dict(lr=lr))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = [(p, p.grad, group["lr"]) for group in self.param_groups for p in group["params"]]
+        norm = torch.nn.utils.get_total_norm([g for _, g, _ in gradients if g is not None])
+        scale = torch.where(norm > 0, 1 / norm, 0.0)
+        for p, g, lr in gradients:
+            if g is not None:
+                p.sub_(lr * scale * g)
+        return loss
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

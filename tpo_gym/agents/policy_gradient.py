@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 
 from tpo_gym.agents import objectives
 from tpo_gym.agents.arguments import CommonArguments
-from tpo_gym.agents.env_setup import EnvLike
+from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS, EnvLike
 from tpo_gym.agents.group_algorithm import GroupAlgorithm, Schedule
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout
@@ -35,7 +35,7 @@ class REINFORCE(GroupAlgorithm):
     """
 
     min_group_size: ClassVar[int] = 1
-    candidate_sets: ClassVar[tuple[str, ...]] = ("episodes", "all_actions")
+    candidate_sets: ClassVar[tuple[str, ...]] = ("episodes", "all_actions", "exact")
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class REINFORCE(GroupAlgorithm):
 
     def _advantages(self, rollout: GroupRollout) -> Tensor:
         """Advantage of each decision, ``(B, K, T)``."""
-        if rollout.behaviour is not None:
+        if self.candidate_set in EXHAUSTIVE_SETS:
             return rollout.scores.unsqueeze(-1)  # the collector subtracted the baseline
         baseline = "batch" if self.baseline == "auto" else self.baseline
         assert rollout.step_rewards is not None and baseline != "expected"
@@ -71,23 +71,26 @@ class REINFORCE(GroupAlgorithm):
 
     def freeze(self, rollout: GroupRollout) -> dict[str, Tensor]:
         """The advantages and the log-probabilities at sampling, per decision."""
-        return {
+        frozen = {
             "advantages": self._advantages(rollout),
             "old_log_probs": rollout.old_log_probs,
             "old_step_log_probs": rollout.old_step_log_probs,
         }
+        if rollout.probabilities is not None:
+            frozen["probabilities"] = rollout.probabilities.unsqueeze(-1)
+        return frozen
 
     def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
         """Policy-gradient loss of each group: sum over decisions, mean over episodes."""
-        weights = self._weights(evaluation, frozen)
+        weights = self._weights(evaluation, frozen) * frozen.get("probabilities", 1.0)
         return objectives.policy_gradient_loss(evaluation.step_log_probs, weights) / self._episodes(weights)
 
     def _weights(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
         return frozen["advantages"]
 
     def _episodes(self, tensor: Tensor) -> int:
-        """Episodes per group: with ``"all_actions"`` the one sampled action, whatever the number of candidates."""
-        return 1 if self.candidate_set == "all_actions" else tensor.shape[1]
+        """Episodes per group: with every action as a candidate the one that is sampled."""
+        return 1 if self.candidate_set in EXHAUSTIVE_SETS else tensor.shape[1]
 
 
 class DG(REINFORCE):
@@ -157,7 +160,12 @@ class ClippedPG(REINFORCE):
     def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:
         """Clipped surrogate of each group: sum over decisions, mean over episodes."""
         losses = objectives.grpo_loss(
-            evaluation.step_log_probs, frozen["old_step_log_probs"], frozen["advantages"], self.clip_range, beta=0.0
+            evaluation.step_log_probs,
+            frozen["old_step_log_probs"],
+            frozen["advantages"],
+            self.clip_range,
+            beta=0.0,
+            weights=frozen.get("probabilities"),
         )
         return losses / self._episodes(frozen["advantages"])
 

@@ -197,6 +197,8 @@ class GroupRollout:
     """Which decisions exist, bool ``(B, K, T)``; ``None``: all of them."""
     behaviour: Tensor | None = None
     """The sampled action's index in the group, ``(B,)``, where the group holds every action."""
+    probabilities: Tensor | None = None
+    """Probability of sampling each candidate, ``(B, K)``, where the batch is an exact expectation over them."""
     old_log_probs: Tensor = field(init=False)
     """Log-probability of each candidate when it was sampled, ``(B, K)``."""
 

@@ -31,7 +31,7 @@ class CrossEntropy(GroupAlgorithm):
         ValueError: If the environment has no labels.
     """
 
-    candidate_sets: ClassVar[tuple[str, ...]] = ("all_actions",)
+    candidate_sets: ClassVar[tuple[str, ...]] = ("all_actions", "exact")
 
     def __init__(
         self,
@@ -52,7 +52,10 @@ class CrossEntropy(GroupAlgorithm):
         super()._setup_groups()
 
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
-        self._group_env.start(1)  # the contexts that the rollout will begin with
+        if self.candidate_set == "exact":
+            self._group_env.start_all()  # type: ignore[attr-defined]
+        else:
+            self._group_env.start(1)  # the contexts that the rollout will begin with
         self._labels = native_env(self.env).labels.to(self.device)  # type: ignore[union-attr]
         return super()._collect(on_step)
 

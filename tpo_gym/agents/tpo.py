@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpo_gym.agents import objectives
 from tpo_gym.agents.collectors import Baseline
-from tpo_gym.agents.env_setup import EnvLike, is_ours
+from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS, EnvLike, is_ours
 from tpo_gym.agents.group_algorithm import GroupAlgorithm, Schedule
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout
@@ -48,7 +48,8 @@ class TPO(GroupAlgorithm):
         batch_size: Largest number of candidates computed at once. Bounds memory; the gradient is that of the whole
             batch whatever it is, also where it splits a group. ``None``: all at once.
         candidates: ``"episodes"``, ``"actions"``, ``"all_actions"``, or ``"auto"``: all actions for one-step tasks,
-            actions where each one can be scored and every step pays, else episodes.
+            actions where each one can be scored and every step pays, else episodes. ``"exact"``: no sampling, the
+            expectation over all contexts and actions of a bandit (with ``n_epochs=1`` the population gradient).
         eta: Temperature ``η > 0``, a float or a schedule; smaller values make the target sharper.
         anchor: ``"old"``: the paper's form, ``p`` is the softmax of ``log π`` over the group. ``"ratio"``: ``p`` is the
             softmax of ``log π_θ - log π_old``, fitted to ``softmax(u / η)``. The stationary point is the same, but
@@ -56,11 +57,14 @@ class TPO(GroupAlgorithm):
             ``"none"``: the paper's ablation, fitting ``softmax(log π)`` to ``softmax(u / η)``.
         length_normalize: Divide each group's log-probabilities (or log-ratios) by the mean number of decisions of its
             candidates, so that long episodes do not saturate the group's softmax.
+        skip_neutral: Take no step on a batch in which no group has a signal. Its gradient is zero at the snapshot, but
+            Adam and Muon make steps of full size of whatever momentum and rounding leave. ``"auto"``: with
+            ``anchor="ratio"``; the paper's forms step on every batch, as the reference does.
         std_floor: If positive, a group's scores are divided by at least this deviation, which softens groups whose
             scores hardly differ.
         max_grad_norm: Clip the gradient's norm to this; ``None``: no clipping.
-        baseline: For ``"all_actions"``: what is subtracted from the reward: a constant, ``"expected"`` (``Σ π²``),
-            ``"batch"`` (the batch's mean) or nothing (``None``).
+        baseline: For ``"all_actions"`` and ``"exact"``: what is subtracted from the reward: a constant, ``"expected"``
+            (``Σ π²``), ``"batch"`` (the batch's mean) or nothing (``None``).
         ent_coef: Weight of an entropy bonus in the loss.
         lookahead: For ``"actions"`` on environments that are copied to try an action: further steps of the copy, with
             the policy's actions, whose rewards count for the action's score. All steps of copies are interactions.
@@ -95,6 +99,7 @@ class TPO(GroupAlgorithm):
         eta: float | Schedule = 1.0,
         anchor: objectives.Anchor | Auto = "auto",
         length_normalize: bool | Auto = "auto",
+        skip_neutral: bool | Auto = "auto",
         std_floor: float = 0.0,
         max_grad_norm: float | Auto | None = "auto",
         baseline: Baseline = "expected",
@@ -113,6 +118,7 @@ class TPO(GroupAlgorithm):
         self.eta = eta
         self.anchor: objectives.Anchor = auto["anchor"] if anchor == "auto" else anchor
         self.length_normalize: bool = auto["length_normalize"] if length_normalize == "auto" else length_normalize
+        self.skip_neutral = self.anchor == "ratio" if skip_neutral == "auto" else skip_neutral
         self.std_floor = std_floor
         super().__init__(
             policy,
@@ -152,11 +158,15 @@ class TPO(GroupAlgorithm):
 
     def _setup_groups(self) -> None:
         super()._setup_groups()
-        if self.anchor == "ratio" and self.candidate_set == "all_actions":
+        if self.anchor == "ratio" and self.candidate_set in EXHAUSTIVE_SETS:
             raise ValueError(
-                'anchor="ratio" is for sampled candidates. With candidates="all_actions" the set is exhaustive and '
-                'the exact anchor is p_old: use anchor="old".'
+                f'anchor="ratio" is for sampled candidates. With candidates={self.candidate_set!r} the set is '
+                'exhaustive and the exact anchor is p_old: use anchor="old".'
             )
+
+    def wants_update(self, rollout: GroupRollout) -> bool:
+        """Whether any group has a signal, where ``skip_neutral`` asks."""
+        return not (self.skip_neutral and bool(objectives.zero_variance(rollout.scores, rollout.voters).all()))
 
     def freeze(self, rollout: GroupRollout) -> dict[str, Tensor]:
         """The targets ``q``, the log-probabilities at sampling and, if they matter, the lengths."""

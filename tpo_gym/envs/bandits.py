@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tpo_gym.envs import rendering
 from tpo_gym.envs.batched import BatchedEnv, Rows, Step
-from tpo_gym.envs.checks import as_int, as_seed
+from tpo_gym.envs.checks import as_int, as_integers, as_seed, check_range
 from tpo_gym.envs.single import SingleEnv
 
 
@@ -41,6 +41,48 @@ class BatchedAnswers(BatchedEnv):
         """The right action of the current contexts, int64 (num_envs,)."""
         self._require_start()
         return self._labels.clone()
+
+    @property
+    def answers(self) -> Tensor:
+        """The right action of every context that there is, int64 (num_contexts,)."""
+        return self._answers.clone()
+
+    @property
+    def num_contexts(self) -> int:
+        """Number of contexts that there are."""
+        return self._answers.shape[0]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Tensor, dict[str, Any]]:
+        """As ``BatchedEnv.reset``, with one more option.
+
+        Args:
+            seed: See there.
+            options: Also ``contexts``, int64 (num_envs // group_size,): the contexts to start with, one per group,
+                instead of drawn ones. Later autoresets draw again.
+
+        Returns:
+            Observations (num_envs, ...) and an empty info.
+
+        Raises:
+            TypeError: See there, or the contexts are not integers.
+            ValueError: See there, or the contexts have another shape, are out of range or come with ``reset_mask``.
+        """
+        options = dict(options or {})
+        given = options.pop("contexts", None)
+        if given is not None and options.get("reset_mask") is not None:
+            raise ValueError("reset got both 'contexts' and 'reset_mask': contexts are given to all sub-environments.")
+        observations, info = super().reset(seed=seed, options=options)
+        if given is None:
+            return observations, info
+        contexts = as_integers("options['contexts']", given, self.device)
+        if contexts.shape != (self.num_envs // self.group_size,):
+            raise ValueError(
+                f"options['contexts'] has shape {tuple(contexts.shape)}, but it needs one context per group: "
+                f"({self.num_envs // self.group_size},)."
+            )
+        check_range("options['contexts']", contexts, self.num_contexts)
+        self._begin(contexts.repeat_interleave(self.group_size), slice(None))
+        return self._observe(), info
 
     def _draw_contexts(self, count: int) -> Tensor:
         return torch.randint(self._answers.shape[0], (count,), generator=self._generator, device=self.device)
