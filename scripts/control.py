@@ -1,7 +1,7 @@
 """TPO beside SB3's PPO on control tasks: returns over interactions, several seeds, committed under docs/results.
 
     python scripts/control.py --out docs/results/control            # all tasks, five seeds, two workers
-    python scripts/control.py CartPole-v1 --seeds 2 --out /tmp/x     # one task
+    python scripts/control.py CartPole-v1 --seeds 2 --out results    # one task
 
 PPO has the settings of rl-baselines3-zoo where it has any, else SB3's defaults. Both are evaluated by 20 episodes of
 the deterministic policy at ten points of the budget. Writes curves.json, control.png and table.md; a run that is

@@ -75,7 +75,7 @@ def test_tpo_learns_a_terminal_reward(policy, anchor):
     env = gym.make_vec("tpo_gym/TokenReversal-v0", num_envs=256, **SEQUENCES)
     kwargs = {"policy_kwargs": {"d_model": 32}} if policy == "TransformerPolicy" else {}
     model = TPO(policy, env, learning_rate=3e-3, group_size=8, seed=0, anchor=anchor, **kwargs)
-    assert final_error(model, 256 * 3 * 40) < 0.1  # chance: 0.875
+    assert final_error(model, 256 * 3 * 60) < 0.1  # chance: 0.875
 
 
 def test_tpo_learns_token_by_token():
