@@ -326,6 +326,7 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         self._update_learning_rate(self.policy.optimizer)
         frozen = self._frozen = self.freeze(rollout)
         self._unlogged = rollout
+        self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         if not self.wants_update(rollout):
             return
         weights = self.group_weights(rollout, frozen)

@@ -64,8 +64,8 @@ class GRPO(GroupAlgorithm):
 
     def _check_arguments(self) -> None:
         super()._check_arguments()
-        if not 0 < self.clip_range < 1:
-            raise ValueError(f"clip_range must lie between 0 and 1, got {self.clip_range}.")
+        if callable(self.clip_range) or not 0 < self.clip_range < 1:
+            raise ValueError(f"clip_range must lie between 0 and 1 (a number, no schedule), got {self.clip_range}.")
         if self.clip_range_high is not None and not self.clip_range_high > 0:
             raise ValueError(f"clip_range_high must be positive or None (as clip_range), got {self.clip_range_high}.")
         if self.beta < 0:

@@ -55,4 +55,4 @@ def as_numpy(values: Observations) -> np.ndarray | Tensor | dict[str, Any]:
     """Arrays that share memory with tensors on the CPU; other tensors as they are, since fetching them takes time."""
     if isinstance(values, dict):
         return {key: as_numpy(value) for key, value in values.items()}
-    return values.numpy() if values.device.type == "cpu" else values
+    return values.numpy() if values.is_cpu else values
