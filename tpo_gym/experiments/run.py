@@ -1,0 +1,91 @@
+"""One run: carried out once, kept in a folder of its own with everything that is needed to judge it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.logger import configure
+
+from tpo_gym import __version__
+from tpo_gym.experiments.build import interactions, make_model
+from tpo_gym.experiments.record import RECORDERS, Progress
+from tpo_gym.experiments.settings import Settings
+
+LOG_ENTRIES = 100
+"""TensorBoard entries per run."""
+
+
+class Stopped(Exception):
+    """The run was asked to end early; nothing is kept of it."""
+
+
+def run_folder(out: Path, settings: Settings, seed: int) -> Path:
+    """Where a run is kept."""
+    return out / "runs" / settings.folder / f"seed-{seed}"
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run ended; a run that was interrupted begins anew."""
+    return (folder / "settings.json").exists()
+
+
+def finished_seeds(out: Path, settings: Settings) -> list[int]:
+    """Seeds of all runs with these settings that ended."""
+    folders = (out / "runs" / settings.folder).glob("seed-*")
+    return sorted(int(folder.name.removeprefix("seed-")) for folder in folders if is_finished(folder))
+
+
+def carry_out(settings: Settings, seed: int, folder: Path, device: str, progress: Progress) -> float:
+    """Train, and write ``curves.npz``, ``settings.json`` and TensorBoard events.
+
+    Returns:
+        Seconds that it took.
+
+    Raises:
+        Stopped: If ``progress`` ended it.
+    """
+    started = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()  # of an interrupted run: TensorBoard would draw both as one
+    model = make_model(settings, seed, device)
+    model.set_logger(configure(str(folder), ["tensorboard"]))
+    recorder = RECORDERS[settings.record](settings, progress)
+    model.learn(interactions(settings, model), callback=recorder, log_interval=max(1, settings.updates // LOG_ENTRIES))
+    model.logger.close()
+    if recorder.updates < settings.updates:
+        raise Stopped
+    seconds = time.perf_counter() - started
+    np.savez_compressed(folder / "curves.npz", **recorder.curves())  # type: ignore[arg-type]
+    facts: dict[str, Any] = {
+        "settings": asdict(settings),
+        "seed": seed,
+        "device": device,
+        "wall_seconds": round(seconds, 1),
+        "interactions": model.num_timesteps,
+        "versions": versions(),
+    }
+    partial = folder / "settings.json.partial"
+    partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, folder / "settings.json")  # its presence says that the run is complete
+    return seconds
+
+
+def versions() -> dict[str, str]:
+    """Versions that a result may depend on."""
+    packages = ("torch", "stable-baselines3", "gymnasium", "numpy")
+    return {"tpo-gym": __version__, "python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def load(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Curves and facts of a finished run."""
+    with np.load(folder / "curves.npz") as curves:
+        return dict(curves), json.loads((folder / "settings.json").read_text(encoding="utf-8"))

@@ -1,0 +1,110 @@
+"""Many runs, in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import queue
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tpo_gym.experiments.run import Stopped, carry_out
+from tpo_gym.experiments.settings import Settings
+
+REPORT_SECONDS = 0.5
+"""Least time between two reports of a run; reading the error makes the host wait for the device."""
+
+_events: Any = None
+_stop: Any = None
+
+
+class Job(NamedTuple):
+    """A run that is to be carried out."""
+
+    label: str
+    settings: Settings
+    seed: int
+    folder: Path
+    device: str
+
+
+class Event(NamedTuple):
+    """What is heard of a job, given by its number."""
+
+    job: int
+    updates: int = 0
+    error: float | None = None
+    seconds: float | None = None
+    """Set when the run is complete."""
+    failure: str | None = None
+    """A traceback, when it failed; the others go on."""
+
+
+def _initialize(events: Any, stop: Any) -> None:
+    global _events, _stop
+    _events, _stop = events, stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
+    torch.set_num_threads(1)
+
+
+def _work(number: int, job: Job) -> None:
+    last = 0.0
+
+    def progress(updates: int, error: Tensor | None) -> bool:
+        nonlocal last
+        if time.monotonic() - last > REPORT_SECONDS:
+            last = time.monotonic()
+            _events.put(Event(number, updates, None if error is None else float(error)))
+        return not _stop.is_set()
+
+    try:
+        seconds = carry_out(job.settings, job.seed, job.folder, job.device, progress)
+    except Stopped:
+        return
+    except Exception:
+        _events.put(Event(number, failure=traceback.format_exc()))
+    else:
+        _events.put(Event(number, job.settings.updates, seconds=seconds))
+
+
+def run_all(jobs: Sequence[Job], n_workers: int) -> Iterator[Event | None]:
+    """Carry out ``jobs`` in ``n_workers`` processes, one thread each, in order.
+
+    Yields:
+        Events as they come, ``None`` where none came for a moment. Closing the iterator ends the runs at their next
+        step; what is complete is kept.
+
+    Raises:
+        RuntimeError: If a process died, for want of memory for example.
+    """
+    context = multiprocessing.get_context("spawn")
+    events, stop = context.Queue(), context.Event()
+    with ProcessPoolExecutor(n_workers, context, _initialize, (events, stop)) as pool:
+        futures: list[Future[None]] = [pool.submit(_work, number, job) for number, job in enumerate(jobs)]
+        remaining = len(jobs)
+        try:
+            while remaining:
+                try:
+                    event = events.get(timeout=0.5)
+                except queue.Empty:
+                    broken = [error for f in futures if f.done() and (error := f.exception()) is not None]
+                    if broken:
+                        raise RuntimeError("A worker process died: out of memory? Try fewer workers.") from broken[0]
+                    yield None
+                    continue
+                remaining -= event.seconds is not None or event.failure is not None
+                yield event
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            while any(not f.done() for f in futures):
+                with contextlib.suppress(queue.Empty):
+                    events.get(timeout=0.2)  # a worker cannot end while its events are unread
