@@ -59,7 +59,7 @@ TASKS = {
         normalize=True,
     ),
     # Episodes are short and their outcome is luck as well: more contexts, and the smaller step of the plain sum.
-    "FrozenLake-v1": Task(200_000, 0.7, tpo=dict(n_contexts=16, length_normalize=False)),
+    "FrozenLake-v1": Task(200_000, 0.7, tpo=dict(n_contexts=16, length_normalize=False, learning_rate=3e-3)),
     "PointMass": Task(100_000, -4.0),
     "Pendulum-v1": Task(
         300_000,

@@ -18,9 +18,9 @@ Auto = Literal["auto"]
 
 AUTO: dict[str, dict[str, Any]] = {
     # Section 3.4: short candidates of one length, a transformer.
-    "paper": dict(learning_rate=1e-3, n_epochs=4, anchor="old", length_normalize=False, max_grad_norm=None),
+    "paper": dict(n_epochs=4, anchor="old", length_normalize=False, max_grad_norm=None),
     # Long episodes of unequal length: summed log-probabilities saturate the paper's softmax (docs/results/control).
-    "control": dict(learning_rate=3e-3, n_epochs=10, anchor="ratio", length_normalize=True, max_grad_norm=1.0),
+    "control": dict(n_epochs=10, anchor="ratio", length_normalize=True, max_grad_norm=1.0),
 }
 """What ``"auto"`` stands for: ``"paper"`` on tasks of this package and other bandits, ``"control"`` elsewhere."""
 
@@ -39,12 +39,12 @@ class TPO(GroupAlgorithm):
         env: An id, an environment, or a vectorized environment (SB3's or Gymnasium's). With candidates ``"episodes"``
             its sub-environments are contexts x ``group_size``; with ``"actions"`` and ``"all_actions"`` each is one
             context. An id or a single environment is copied: ``n_contexts`` (x ``group_size``) times.
-        learning_rate: A float or a schedule of the remaining progress. Here and below ``"auto"`` is the paper's choice
-            on tasks of this package and a setting for control tasks on all others, see :data:`AUTO`.
+        learning_rate: A float or a schedule of the remaining progress.
         group_size: Candidates per context, ``K``. With ``"all_actions"`` every action of the space is one.
         n_contexts: Contexts per rollout batch where ``env`` is an id or a single environment. ``None``: 100 for tasks
             of this package (the paper's batch), else as many as make 32 episodes.
-        n_epochs: Optimizer steps per rollout batch, each over the whole batch.
+        n_epochs: Optimizer steps per rollout batch, each over the whole batch. Here and below ``"auto"`` is the paper's
+            choice on tasks of this package, and one for control tasks on all others, see :data:`AUTO`.
         batch_size: Largest number of candidates computed at once. Bounds memory; the gradient is that of the whole
             batch whatever it is, also where it splits a group. ``None``: all at once.
         candidates: ``"episodes"``, ``"actions"``, ``"all_actions"``, or ``"auto"``: all actions for one-step tasks,
@@ -90,7 +90,7 @@ class TPO(GroupAlgorithm):
         self,
         policy: str | type[ActorPolicy],
         env: EnvLike | None,
-        learning_rate: float | Schedule | Auto = "auto",
+        learning_rate: float | Schedule = 1e-3,
         group_size: int = 8,
         n_contexts: int | None = None,
         n_epochs: int | Auto = "auto",
@@ -123,7 +123,7 @@ class TPO(GroupAlgorithm):
         super().__init__(
             policy,
             env,
-            auto["learning_rate"] if learning_rate == "auto" else learning_rate,
+            learning_rate,
             group_size=group_size,
             n_contexts=n_contexts,
             n_epochs=auto["n_epochs"] if n_epochs == "auto" else n_epochs,
