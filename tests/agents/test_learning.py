@@ -3,6 +3,8 @@
 import gymnasium as gym
 import pytest
 import torch
+from stable_baselines3.common.evaluation import evaluate_policy
+from stable_baselines3.common.monitor import Monitor
 
 import tpo_gym  # noqa: F401  (registers the environments)
 from tpo_gym import agents
@@ -90,6 +92,27 @@ def test_the_constant_bandit_averages_its_batch():
     model = TPO("TabularPolicy", "tpo_gym/Bandit-v0", learning_rate=0.1, n_contexts=100, seed=0)
     assert final_error(model, 100 * 150) < 0.05
     assert model.rollout.scores.shape == (1, 100)
+
+
+def test_cartpole_is_solved_by_the_defaults():
+    """Mean return of 475 over 20 episodes within 100,000 interactions."""
+    model = TPO("MlpPolicy", "CartPole-v1", seed=0)
+    model.learn(65_000, log_interval=None)
+    mean, _ = evaluate_policy(model, Monitor(gym.make("CartPole-v1")), 20)
+    assert mean >= 475
+    assert model.num_timesteps <= 100_000
+
+
+def test_batches_without_a_signal_move_nothing_under_the_ratio_anchor():
+    """Adam's normalized steps would follow rounding and momentum."""
+    env = gym.make_vec("tpo_gym/TokenReversal-v0", num_envs=64, sequence_length=10, reward="terminal")
+    for anchor, moves in (("ratio", False), ("old", True)):
+        model = TPO("MlpPolicy", env, seed=1, anchor=anchor)
+        before = torch.nn.utils.parameters_to_vector(model.policy.parameters()).detach().clone()
+        model.learn(640)
+        assert objectives.zero_variance(model.rollout.scores).all()
+        after = torch.nn.utils.parameters_to_vector(model.policy.parameters())
+        assert (not torch.equal(before, after)) == moves
 
 
 # Mutants: the thresholds above must catch a broken algorithm.
