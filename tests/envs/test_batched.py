@@ -353,7 +353,9 @@ def test_any_integer_dtype_will_do(dtype):
     env = make_tokens(6)
     env.reset()
     env.step(np.ones(6, dtype=dtype))
-    env.step([1, 0, 1, 0, 1, 0])
+    written = env.step([1, 0, 1, 0, 1, 0])[0][:, env.sequence_length :]
+    assert (written[:, 0] == 1).all()
+    assert written[:, 1].tolist() == [1, 0, 1, 0, 1, 0]
 
 
 def test_nothing_works_before_the_first_reset():

@@ -40,10 +40,10 @@ class ResumeCallback(BaseCallback):
         >>> from tpo_gym.agents.callbacks import ResumeCallback
         >>> folder = tempfile.mkdtemp()
         >>> model = tpo_gym.TPO("TabularPolicy", "tpo_gym/Bandit-v0", seed=0)
-        >>> model = model.learn(160, callback=ResumeCallback(folder, every=5))
+        >>> model = model.learn(500, callback=ResumeCallback(folder, every=5))
         >>> model = tpo_gym.TPO.resume(folder)
         >>> model.num_timesteps, model.remaining_timesteps
-        (160, 0)
+        (500, 0)
     """
 
     model: CheckpointMixin

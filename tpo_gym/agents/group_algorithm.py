@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
-import time
 import warnings
 from abc import abstractmethod
 from typing import Any, ClassVar, TypeVar
@@ -16,7 +14,6 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import MaybeCallback, Schedule
-from stable_baselines3.common.utils import safe_mean
 from stable_baselines3.common.vec_env import VecEnv
 from torch import Tensor
 
@@ -34,8 +31,6 @@ from tpo_gym.agents.env_setup import (
     pick_candidates,
 )
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step, VecGroupEnv
-from tpo_gym.agents.infos import EpisodeInfos, as_numpy
-from tpo_gym.agents.metrics import approximate_kl, rollout_metrics
 from tpo_gym.agents.policies import (
     ActorPolicy,
     CnnPolicy,
@@ -43,10 +38,11 @@ from tpo_gym.agents.policies import (
     TabularPolicy,
     TransformerPolicy,
 )
+from tpo_gym.agents.reporting import ReportingMixin
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout, check_scores
 from tpo_gym.agents.trials import Lookahead
-from tpo_gym.agents.updates import accumulate_gradients, current_log_probs
+from tpo_gym.agents.updates import accumulate_gradients
 
 logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
@@ -54,7 +50,7 @@ LONG_EPISODE = 10_000
 """Steps of one rollout batch after which a warning asks whether episodes end at all."""
 
 
-class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
+class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
     """Collect groups of candidates, freeze an objective on them, fit the policy for some epochs, repeat.
 
     A subclass names its objective: :meth:`freeze` computes, once per rollout batch, what the loss needs; and
@@ -235,15 +231,6 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         """Whether to take optimizer steps on this rollout batch."""
         return True
 
-    def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Scalars to log after the last epoch, by their full key.
-
-        Args:
-            log_probs: The candidates' log-probabilities under the fitted policy, ``(B, K)``.
-            frozen: What :meth:`freeze` returned.
-        """
-        return {"train/approx_kl": approximate_kl(log_probs, frozen["old_log_probs"])}
-
     def collect_rollouts(self, callback: BaseCallback) -> bool:
         """Collect one rollout batch into :attr:`rollout`; ``False`` if a callback ended the training."""
         self.policy.set_training_mode(False)
@@ -273,20 +260,6 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
         self._boundary, self._updating = None, True
         return True
 
-    def _step_locals(self, step: Step, rewards: list[Tensor]) -> dict[str, Any]:
-        """What SB3's callbacks find in ``self.locals``; ``rewards`` are those of the batch's steps up to this one."""
-        infos: Any = step.infos
-        if isinstance(self._group_env, BatchedGroupEnv):
-            max_return = self._group_env.env.max_return
-            infos = EpisodeInfos(rewards, bool(step.dones[0]), max_return, self.start_time / 1e9)
-        return {
-            "self": self,
-            "new_obs": as_numpy(step.observations),
-            "rewards": as_numpy(step.rewards),
-            "dones": step.dones,
-            "infos": infos,
-        }
-
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
         env, policy, size = self._group_env, self.policy, self.group_size
         fused = (
@@ -308,15 +281,6 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
             return collectors.collect_actions(env, policy, size, on_step, self._lookahead)
         collect = collectors.collect_sequences if fused else collectors.collect_episodes
         return collect(env, policy, size, on_step)  # type: ignore[arg-type]
-
-    def _record_episodes(self, rollout: GroupRollout) -> None:
-        """Put the batch's episodes where SB3 keeps them, as `Monitor` would (only as many as the window holds)."""
-        assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
-        env = self._group_env.env  # type: ignore[attr-defined]
-        seconds = round(time.time() - self.start_time / 1e9, 6)
-        for value in rollout.returns[-self._stats_window_size :].tolist():
-            self.ep_info_buffer.append({"r": value, "l": env.horizon, "t": seconds})
-            self.ep_success_buffer.append(value >= env.max_return)
 
     def train(self) -> None:
         """Fit the policy to the frozen objective for ``n_epochs`` steps on the last rollout batch."""
@@ -359,32 +323,6 @@ class GroupAlgorithm(CheckpointMixin, BaseAlgorithm):
                 f"The gradient's norm is {norm} after {self._n_updates} updates. Lower learning_rate "
                 f"(now {self.lr_schedule(self._current_progress_remaining)}), or set max_grad_norm."
             )
-
-    def dump_logs(self, iteration: int = 0) -> None:
-        """Write the logs of the last update, once after it, and what is known of the episodes so far.
-
-        Args:
-            iteration: Rollout batches so far; 0: not logged (SB3's callbacks that log on their own do not know it).
-        """
-        assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
-        elapsed = max((time.time_ns() - self.start_time) / 1e9, sys.float_info.epsilon)
-        if self.rollout is not None and self._unlogged is self.rollout:
-            metrics = rollout_metrics(self.rollout, getattr(native_env(self.env), "max_return", None))
-            metrics.update(self.diagnostics(current_log_probs(self, self.rollout), self._frozen))
-            for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True):
-                self.logger.record(name, value)
-            self._unlogged = None
-        if len(self.ep_info_buffer) > 0:
-            self.logger.record("rollout/ep_rew_mean", safe_mean([info["r"] for info in self.ep_info_buffer]))
-            self.logger.record("rollout/ep_len_mean", safe_mean([info["l"] for info in self.ep_info_buffer]))
-        if len(self.ep_success_buffer) > 0:
-            self.logger.record("rollout/success_rate", safe_mean(self.ep_success_buffer))
-        if iteration > 0:
-            self.logger.record("time/iterations", iteration, exclude="tensorboard")
-        self.logger.record("time/fps", int((self.num_timesteps - self._num_timesteps_at_start) / elapsed))
-        self.logger.record("time/time_elapsed", int(elapsed), exclude="tensorboard")
-        self.logger.record("time/total_timesteps", self.num_timesteps, exclude="tensorboard")
-        self.logger.dump(step=self.num_timesteps)
 
     def learn(
         self: Self,
