@@ -5,6 +5,7 @@ import pytest
 import torch
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.utils import LinearSchedule
 
 import tpo_gym  # noqa: F401  (registers the environments)
 from tpo_gym import agents
@@ -113,6 +114,30 @@ def test_batches_without_a_signal_move_nothing_under_the_ratio_anchor():
         assert objectives.zero_variance(model.rollout.scores).all()
         after = torch.nn.utils.parameters_to_vector(model.policy.parameters())
         assert (not torch.equal(before, after)) == moves
+
+
+# Options that change what is learned from.
+
+
+def test_eta_can_be_a_schedule(tmp_path):
+    """η from 4 to 1 over the run: the target sharpens; the schedule is saved as data."""
+    etas = []
+    model = TPO("TabularPolicy", contextual_bandit(64), eta=LinearSchedule(4.0, 1.0, 1.0), seed=0)
+    freeze = model.freeze
+
+    def spy(rollout):
+        frozen = freeze(rollout)
+        u = objectives.standardize(rollout.scores)
+        tilt = frozen["target"].log() - torch.log_softmax(rollout.old_log_probs, -1)
+        etas.append(((u[:, 0] - u[:, 1]) / (tilt[:, 0] - tilt[:, 1])).nanmedian().item())
+        return frozen
+
+    model.freeze = spy
+    model.learn(64 * 4)
+    assert etas == pytest.approx([3.25, 2.5, 1.75, 1.0], rel=1e-3)
+    del model.freeze
+    model.save(tmp_path / "model")
+    assert TPO.load(tmp_path / "model").eta(0.5) == pytest.approx(2.5)
 
 
 # Mutants: the thresholds above must catch a broken algorithm.
