@@ -385,3 +385,13 @@ def test_kl_penalty_is_the_named_estimator():
     r = torch.tensor([0.3, -0.2, 50.0], dtype=torch.float64)
     expected = [math.exp(-0.3) + 0.3 - 1, math.exp(0.2) - 0.2 - 1, math.exp(-20) + 20 - 1]
     assert obj.kl_penalty(r).tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_mean_log_probs_divide_each_candidate_by_its_own_length():
+    means = obj.mean_log_probs(torch.tensor([[-6.0, -5.0, 0.0]]), torch.tensor([[3, 1, 0]]))
+    assert means.tolist() == [[-2.0, -5.0, 0.0]]
+
+
+def test_total_variation_by_hand():
+    q, p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]), torch.tensor([[0.25, 0.5, 0.25], [1.0, 0.0, 0.0]])
+    assert obj.total_variation(q, p).tolist() == [0.25, 1.0]

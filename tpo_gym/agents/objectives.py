@@ -109,6 +109,15 @@ def group_log_policy(
     return torch.log_softmax(logits, dim=-1)
 
 
+def mean_log_probs(log_probs: Tensor, lengths: Tensor) -> Tensor:
+    """Each candidate's log-probability per decision: ``log π / length``. All ``(B, K)``.
+
+    Given to the objectives below in place of ``log π``, it makes candidates of unequal length comparable: the group's
+    policy is the softmax of per-decision means, and by the chain rule a candidate's gradient carries ``1 / length``.
+    """
+    return _as_float(log_probs) / lengths.clamp(min=1)
+
+
 def tpo_target(
     old_log_probs: Tensor,
     scores: Tensor,
@@ -350,6 +359,11 @@ def step_advantages(
 def kl_divergence(q: Tensor, log_p: Tensor) -> Tensor:
     """``KL(q || p)`` over the last dimension, with ``0 log 0 = 0``. Shape ``(B,)``."""
     return (torch.special.xlogy(q, q) - torch.where(q > 0, q * log_p, torch.zeros_like(q))).sum(-1)
+
+
+def total_variation(q: Tensor, p: Tensor) -> Tensor:
+    """Total variation distance ``½ Σ |q_i - p_i|`` over the last dimension, between 0 and 1. Shape ``(B,)``."""
+    return (q - p).abs().sum(-1) / 2
 
 
 def one_hot_scores(actions: Tensor, advantages: Tensor, n_actions: int) -> Tensor:
