@@ -138,6 +138,38 @@ def candidate_weights(
     return CandidateWeights(-gradient, loss.detach(), metrics)
 
 
+class SaturationWatch:
+    """Notices when the group's softmax has saturated, so that the objective has no gradient though scores differ.
+
+    Args:
+        patience: Rollout batches in a row with a distance below ``threshold`` before it speaks, once; 0: never.
+        threshold: Total variation distance between the target and the policy at sampling.
+    """
+
+    def __init__(self, patience: int, threshold: float = 0.01) -> None:
+        if patience < 0:
+            raise ValueError(f"patience must not be negative, got {patience}: it counts rollout batches; 0 is never.")
+        self.patience = patience
+        self.threshold = threshold
+        self._count = 0
+
+    def saturated(self, distance: float, active_groups: float) -> bool:
+        """Whether this rollout batch is the one to warn at. Batches without active groups say nothing."""
+        if active_groups == 0:
+            return False
+        self._count = self._count + 1 if distance < self.threshold else 0
+        return self.patience > 0 and self._count == self.patience
+
+    def message(self, options: WeightOptions) -> str:
+        """What to tell the user."""
+        others = " or ".join(repr(policy) for policy in GROUP_POLICIES if policy not in ("sum", options.group_policy))
+        return (
+            f"TV(q, p_old) has stayed below {self.threshold} for {self._count} rollout batches though scores differ: "
+            f"with group_policy={options.group_policy!r} and eta={options.eta} the group's softmax is saturated, and "
+            f"there is almost nothing to learn from. Use group_policy={others}, or a smaller eta."
+        )
+
+
 def _logits(
     log_probs: Tensor, old_log_probs: Tensor, options: WeightOptions, lengths: Tensor | None
 ) -> tuple[Tensor, Tensor]:
