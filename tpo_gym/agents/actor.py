@@ -9,7 +9,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 from gymnasium import spaces
-from stable_baselines3.common.distributions import DiagGaussianDistribution, Distribution, make_proba_distribution
+from stable_baselines3.common.distributions import (
+    CategoricalDistribution,
+    DiagGaussianDistribution,
+    Distribution,
+    make_proba_distribution,
+)
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.preprocessing import preprocess_obs
 from stable_baselines3.common.torch_layers import (
@@ -226,19 +231,17 @@ class ActorPolicy(BasePolicy):
     ) -> tuple[Tensor, Tensor]:
         """``n_candidates`` independent actions per observation: ``(N, K, ...)`` and log-probabilities ``(N, K)``."""
         distribution = self.get_distribution(obs, action_masks)
-        actions = [distribution.sample() for _ in range(n_candidates)]
-        log_probs = [distribution.log_prob(action) for action in actions]
-        return self._to_env(torch.stack(actions, 1)), torch.stack(log_probs, 1)
+        actions = sample_many(distribution, n_candidates)
+        return self._to_env(actions), log_prob_many(distribution, actions)
 
     def candidate_log_probs(
         self, obs: PyTorchObs, actions: Tensor, action_masks: Masks = None
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities ``(N, K)`` of candidate actions ``(N, K, ...)``; entropies ``(N,)``."""
         distribution = self.get_distribution(obs, action_masks)
-        log_probs = [distribution.log_prob(action) for action in self._from_env(actions).unbind(1)]
+        log_probs = log_prob_many(distribution, self._from_env(actions))
         entropy = distribution.entropy()
-        stacked = torch.stack(log_probs, 1)
-        return stacked, -stacked.mean(1) if entropy is None else entropy
+        return log_probs, -log_probs.mean(1) if entropy is None else entropy
 
     def all_log_probs(self, obs: PyTorchObs, action_masks: Masks = None) -> Tensor:
         """Log-probabilities of every action of a Discrete space, ``(N, n)``."""
@@ -271,6 +274,20 @@ class ActorPolicy(BasePolicy):
             optimizer_kwargs=self.optimizer_kwargs,
         )
         return data
+
+
+def sample_many(distribution: Distribution, n: int) -> Tensor:
+    """``n`` independent actions of each of ``N`` rows, ``(N, n, ...)``."""
+    if isinstance(distribution, CategoricalDistribution):  # in one draw
+        return torch.multinomial(distribution.distribution.probs, n, replacement=True)
+    return torch.stack([distribution.sample() for _ in range(n)], 1)
+
+
+def log_prob_many(distribution: Distribution, actions: Tensor) -> Tensor:
+    """Log-probabilities ``(N, n)`` of ``n`` actions of each row, ``(N, n, ...)``."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.distribution.logits.gather(1, actions.long())
+    return torch.stack([distribution.log_prob(action) for action in actions.unbind(1)], 1)
 
 
 def _start(space: spaces.Space) -> int | np.ndarray:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpo_gym.agents.actor import log_prob_many, sample_many
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step
 from tpo_gym.agents.objectives import one_hot_scores
 from tpo_gym.agents.policies import ActorPolicy, TransformerPolicy
@@ -63,7 +64,7 @@ def collect_episodes(env: GroupEnv, policy: ActorPolicy, group_size: int, on_ste
     obs = env.start(group_size)
     running = np.ones(env.num_envs, dtype=bool)
     observations, actions, log_probs, rewards, masks, allowed = [], [], [], [], [], []
-    while running.any():
+    while env.go_on(running):
         action_masks = env.action_masks()
         action, log_prob = policy(obs, **mask_argument(action_masks))
         step = env.step(action)
@@ -139,7 +140,7 @@ def collect_actions(
     running = np.ones(env.num_envs, dtype=bool)
     returns: Tensor | float = 0.0
     observations, actions, log_probs, scores, allowed = [], [], [], [], []
-    while running.any():
+    while env.go_on(running):
         action_masks = env.action_masks()
         candidates, log_prob = policy.sample_candidates(obs, group_size, **mask_argument(action_masks))
         rows = np.flatnonzero(running)
@@ -183,13 +184,13 @@ def collect_tokens(
     candidates, log_probs, scores, rewards = [], [], [], []
     for _ in range(policy.layout.sequence_length):
         distribution = decoder.distribution()
-        sampled = [distribution.sample() for _ in range(group_size)]
-        log_probs.append(torch.stack([distribution.log_prob(action) for action in sampled], 1))
-        candidates.append(torch.stack(sampled, 1))
-        scores.append(env.env.score_actions(candidates[-1].to(env.env.device)).to(prompts.device))
-        step = env.step(sampled[0])
+        sampled = sample_many(distribution, group_size)
+        candidates.append(sampled)
+        log_probs.append(log_prob_many(distribution, sampled))
+        scores.append(env.env.score_actions(sampled.to(env.env.device)).to(prompts.device))
+        step = env.step(sampled[:, 0])
         rewards.append(step.rewards)
-        decoder.append(sampled[0])
+        decoder.append(sampled[:, 0])
         if not on_step(step):
             return None
     chosen = torch.stack(candidates, 1)
@@ -201,11 +202,13 @@ def collect_tokens(
     )
 
 
-def baseline_value(baseline: Baseline, probabilities: Tensor, rewards: Tensor) -> Tensor:
+def baseline_value(
+    baseline: Baseline, probabilities: Tensor, rewards: Tensor, mean: Callable[[Tensor], Tensor] = torch.mean
+) -> Tensor:
     """The baseline's value: for every context ``(B,)``, or one for all."""
     if baseline in ("auto", "expected"):
         return probabilities.square().sum(-1)
-    return rewards.mean() if baseline == "batch" else rewards.new_tensor(baseline or 0.0)
+    return mean(rewards) if baseline == "batch" else rewards.new_tensor(baseline or 0.0)
 
 
 @torch.no_grad()
@@ -239,12 +242,12 @@ def collect_all_actions(
             'candidates="all_actions" learns from one-step environments (bandits), but episodes went on after the '
             'first step: use candidates="episodes".'
         )
-    subtracted = baseline_value(baseline, probabilities, step.rewards)
+    subtracted = baseline_value(baseline, probabilities, step.rewards, env.mean)
     scores = one_hot_scores(index, step.rewards - subtracted, log_policy.shape[1])
     if not on_step(step):
         return None
     if merge and action_masks is None:
-        obs, log_policy, scores, index = obs[:1], log_policy[:1], scores.mean(0, keepdim=True), None  # type: ignore
+        obs, log_policy, scores, index = obs[:1], log_policy[:1], env.mean(scores).unsqueeze(0), None  # type: ignore
     n_groups, n_actions = scores.shape
     return GroupRollout(
         StateCandidates(obs, None, n_groups, n_actions, action_masks=action_masks),
@@ -283,7 +286,7 @@ def collect_exact(
     return GroupRollout(
         StateCandidates(obs, None, n_contexts, n_actions),
         log_policy.unsqueeze(-1),
-        rewards - baseline_value(baseline, probabilities, returns).unsqueeze(-1),
+        rewards - baseline_value(baseline, probabilities, returns, env.mean).unsqueeze(-1),
         returns=returns,
         probabilities=probabilities,
     )

@@ -47,7 +47,9 @@ class MuonAdamW(torch.optim.Optimizer):
             self._inner.append(torch.optim.Muon(groups, lr=lr, momentum=momentum, weight_decay=weight_decay))
         if any(group["params"] for group in others):
             groups = [group for group in others if group["params"]]
-            self._inner.append(torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+            self._inner.append(
+                torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+            )
         self._share_groups()
 
     def _share_groups(self) -> None:

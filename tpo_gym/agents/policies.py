@@ -10,9 +10,11 @@ from stable_baselines3.common.distributions import Distribution
 from stable_baselines3.common.torch_layers import CombinedExtractor, FlattenExtractor, NatureCNN
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tpo_gym.agents.actor import ActorPolicy, count_from_zero
 from tpo_gym.agents.optimizers import MuonAdamW
+from tpo_gym.agents.prefix_tree import SharedPrefixes, TreeDecoder
 from tpo_gym.agents.transformer import CausalTransformer, TokenLayout, lecun_normal_, read_hidden, select_rows
 
 __all__ = [
@@ -185,22 +187,22 @@ class TransformerPolicy(ActorPolicy):
             ``(B, K, H, V)`` float32: the distribution that each token was drawn from.
         """
         n_groups, group_size, length = tokens.shape
-        flat = tokens.flatten(0, 1)
+        before = prompts.shape[1] - 1  # the prompt's last position predicts the first token
+        if group_size == 1 or length == 1:
+            hidden, _ = self.model(torch.cat([prompts, tokens[:, 0, :-1]], 1), read_from=before)
+            log_probs = self._log_probs(hidden).unsqueeze(1)
+            return log_probs.expand(-1, group_size, -1, -1)  # with one token the prompt is all that they depend on
+        if prompts.device.type == "cpu":
+            shared = SharedPrefixes(prompts, tokens, self.layout.vocab_size, self.model.token_table.dtype)
+            log_probs = self._log_probs(shared.hidden(self.model))
+            return F.embedding(shared.read_at, log_probs).view(n_groups, group_size, length, -1)
         rows = torch.arange(n_groups, device=prompts.device).repeat_interleave(group_size)
-        inverse = None
-        if flat.device.type == "cpu" and group_size > 1:
-            # Candidates of a group coincide once the policy has learned: compute each distinct one once. On other
-            # devices the shapes stay fixed.
-            distinct, inverse = torch.unique(torch.cat([rows.unsqueeze(1), flat], 1), dim=0, return_inverse=True)
-            rows, flat = distinct[:, 0], distinct[:, 1:]
-        hidden, cache = self.model(prompts)
-        first = self.action_net(hidden[:, -1]).float()[rows].unsqueeze(1)
-        rest, _ = self.model(flat[:, :-1], select_rows(cache, rows)) if length > 1 else (hidden[:0, :0], cache)
-        logits = torch.cat([first, self.action_net(rest).float()], 1) if length > 1 else first
-        log_probs = torch.log_softmax(logits, dim=-1)
-        if inverse is not None:
-            log_probs = log_probs[inverse]
-        return log_probs.view(n_groups, group_size, length, -1)
+        first, cache = self.model(prompts, read_from=before)
+        rest, _ = self.model(tokens.flatten(0, 1)[:, :-1], select_rows(cache, rows))
+        return self._log_probs(torch.cat([first[rows], rest], 1)).view(n_groups, group_size, length, -1)
+
+    def _log_probs(self, hidden: Tensor) -> Tensor:
+        return torch.log_softmax(self.action_net(hidden).float(), dim=-1)
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         data = super()._get_constructor_parameters()
@@ -216,10 +218,14 @@ class Decoder:
 
     def __init__(self, policy: TransformerPolicy, prompts: Tensor, group_size: int) -> None:
         self._policy = policy
-        hidden, cache = policy.model(prompts)
-        rows = torch.arange(prompts.shape[0], device=prompts.device).repeat_interleave(group_size)
-        self._cache, self._last = select_rows(cache, rows), hidden[rows, -1]
+        self._tree: TreeDecoder | None = None
         self._pending: Tensor | None = None
+        if group_size > 1 and prompts.device.type == "cpu":
+            self._tree = TreeDecoder(policy.model, prompts, group_size, policy.layout.vocab_size)
+            return
+        hidden, cache = policy.model(prompts, read_from=prompts.shape[1] - 1)
+        rows = torch.arange(prompts.shape[0], device=prompts.device).repeat_interleave(group_size)
+        self._cache, self._last = select_rows(cache, rows), hidden[rows, 0]
 
     def append(self, tokens: Tensor) -> None:
         """Extend every completion by one token, ``(B * K,)``."""
@@ -227,8 +233,15 @@ class Decoder:
 
     def distribution(self) -> Distribution:
         """Distribution of every completion's next token."""
-        if self._pending is not None:
-            # Delayed until it is asked for: the last token of a completion is never computed.
-            hidden, self._cache = self._policy.model(self._pending.unsqueeze(1), self._cache)
-            self._last, self._pending = hidden[:, -1], None
-        return self._policy.action_dist.proba_distribution(self._policy.action_net(self._last).float())
+        if self._pending is not None:  # delayed until it is asked for: the last token of a completion is never computed
+            if self._tree is not None:
+                self._tree.append(self._pending)
+            else:
+                hidden, self._cache = self._policy.model(self._pending.unsqueeze(1), self._cache)
+                self._last = hidden[:, -1]
+            self._pending = None
+        if self._tree is not None:
+            logits = self._policy.action_net(self._tree.hidden).float()[self._tree.tree.node_of]
+        else:
+            logits = self._policy.action_net(self._last).float()
+        return self._policy.action_dist.proba_distribution(logits)

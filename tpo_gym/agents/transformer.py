@@ -10,8 +10,8 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# One (keys, values) pair per layer, each of shape (rows, n_heads, length, d_head).
-Cache = list[tuple[Tensor, Tensor]]
+# Keys and values of all positions so far, one tensor ``(rows, length, 2 * d_model)`` per layer.
+Cache = list[Tensor]
 
 
 def lecun_normal_(weight: Tensor, fan_in: int) -> None:
@@ -45,23 +45,31 @@ class Block(nn.Module):
         nn.init.zeros_(self.ffn_in.bias)
         nn.init.zeros_(self.ffn_out.bias)
 
-    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """``x``: ``(N, T, d_model)`` after ``past``; returns the new ``x`` and the keys and values of all positions."""
-        n, length, d_model = x.shape
-        normed = self.attention_norm(x)
-        qkv = F.linear(normed, self.qkv_weight.flatten(0, 1), self.qkv_bias)
-        q, k, v = qkv.view(n, length, 3, self.n_heads, d_model // self.n_heads).permute(2, 0, 3, 1, 4)
-        n_past = 0
-        if past is not None:
-            n_past = past[0].shape[2]
-            k, v = torch.cat([past[0], k], dim=2), torch.cat([past[1], v], dim=2)
-        mask = None
-        if length > 1 and n_past:
-            mask = torch.ones(length, n_past + length, dtype=torch.bool, device=x.device).tril(n_past)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=length > 1 and not n_past)
-        x = x + F.linear(y.transpose(1, 2).flatten(2), self.out_weight.flatten(1), self.out_bias)
-        x = x + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(x)), approximate="tanh"))
-        return x, (k, v)
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``(..., d_model)``, and keys and values ``(..., 2 * d_model)``, of ``x`` ``(..., d_model)``."""
+        normed, (q_bias, kv_bias) = self.attention_norm(x), self.qkv_bias.split([x.shape[-1], 2 * x.shape[-1]])
+        q_weight, kv_weight = self.qkv_weight.flatten(0, 1).split([x.shape[-1], 2 * x.shape[-1]])
+        return F.linear(normed, q_weight, q_bias), F.linear(normed, kv_weight, kv_bias)
+
+    def attend(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attention of ``T`` positions ``(N, T, d_model)`` to ``L`` positions ``(N, L, 2 * d_model)``.
+
+        ``mask`` ``(N, 1, T, L)`` is added to the logits; without one the ``T`` are the last of the ``L``, causally.
+        """
+        n, n_read, d_model = q.shape
+        length, d_head = kv.shape[1], d_model // self.n_heads
+        k, v = kv.view(n, length, 2, self.n_heads, d_head).permute(2, 0, 3, 1, 4)
+        q = q.view(n, n_read, self.n_heads, d_head).transpose(1, 2)
+        causal = mask is None and 1 < n_read == length
+        if mask is None and 1 < n_read < length:
+            mask = torch.ones(n_read, length, dtype=torch.bool, device=q.device).tril(length - n_read)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+        return y.transpose(1, 2).flatten(2)
+
+    def finish(self, x: Tensor, y: Tensor) -> Tensor:
+        """Output projection of the attention ``y`` and feed-forward, each added to ``x``."""
+        x = x + F.linear(y, self.out_weight.flatten(1), self.out_bias)
+        return x + self.ffn_out(F.gelu(self.ffn_in(self.ffn_norm(x)), approximate="tanh"))
 
 
 class CausalTransformer(nn.Module):
@@ -94,28 +102,49 @@ class CausalTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(d_model, n_heads, ffn_mult) for _ in range(n_layers))
         self.final_norm = nn.LayerNorm(d_model, eps=1e-6)
 
-    def forward(self, tokens: Tensor, past: Cache | None = None) -> tuple[Tensor, Cache]:
+    def embed(self, tokens: Tensor, start: int) -> Tensor:
+        """Embeddings of ``tokens`` ``(..., T)`` at the positions from ``start`` on, ``(..., T, d_model)``."""
+        positions = self.position_table[:, start : start + tokens.shape[-1]].T
+        return F.embedding(tokens, self.token_table.T) + positions
+
+    def forward(self, tokens: Tensor, past: Cache | None = None, read_from: int = 0) -> tuple[Tensor, Cache]:
         """Hidden states of ``tokens`` that follow ``past``.
 
         Args:
             tokens: ``(N, T)`` int64.
             past: Keys and values of the preceding positions, one row per row of ``tokens``.
+            read_from: First of the ``T`` positions whose hidden state is wanted; the last block computes no other.
 
         Returns:
-            ``(N, T, d_model)`` after the final LayerNorm, and the cache that includes these tokens.
+            ``(N, T - read_from, d_model)`` after the final LayerNorm, and the cache that includes all these tokens.
         """
-        start = past[0][0].shape[2] if past else 0
-        x = F.embedding(tokens, self.token_table.T) + self.position_table[:, start : start + tokens.shape[1]].T
+        start = past[0].shape[1] if past else 0
+        if self.token_table.shape[1] <= len(tokens):
+            # The first block's projections are computed once per symbol (token at a position), not per row.
+            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+            table, symbols = self.symbol_table(), tokens * self.position_table.shape[1] + positions
+            x, q, kv = F.embedding(symbols, table), *(F.embedding(symbols, y) for y in self.blocks[0].project(table))
+        else:
+            x = self.embed(tokens, start)
+            q, kv = self.blocks[0].project(x)
         cache: Cache = []
         for i, block in enumerate(self.blocks):
-            x, kv = block(x, past[i] if past else None)
-            cache.append(kv)
+            if i:
+                q, kv = block.project(x)
+            cache.append(torch.cat([past[i], kv], dim=1) if past else kv)
+            if i + 1 == len(self.blocks) and read_from:
+                x, q = x[:, read_from:], q[:, read_from:]
+            x = block.finish(x, block.attend(q, cache[-1]))
         return self.final_norm(x), cache
+
+    def symbol_table(self) -> Tensor:
+        """Embedding of each token at each position: row ``token * max_length + position``."""
+        return (self.token_table.T.unsqueeze(1) + self.position_table.T).flatten(0, 1)
 
 
 def select_rows(cache: Cache, rows: Tensor) -> Cache:
     """The cache with the given rows, e.g. each prompt's row once per candidate."""
-    return [(k[rows], v[rows]) for k, v in cache]
+    return [kv[rows] for kv in cache]
 
 
 class TokenLayout:
@@ -160,8 +189,8 @@ def read_hidden(model: CausalTransformer, layout: TokenLayout, observations: Ten
     order = read_at.argsort(stable=True)
     parts = []
     for position, rows in zip(*_runs(read_at[order], order), strict=True):
-        hidden, _ = model(tokens[rows, : position + 1])
-        parts.append(hidden[:, -1])
+        hidden, _ = model(tokens[rows, : position + 1], read_from=position)
+        parts.append(hidden[:, 0])
     return torch.cat(parts)[order.argsort()[inverse]]
 
 
