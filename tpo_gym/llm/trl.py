@@ -168,7 +168,9 @@ class TargetPOTrainer(GRPOTrainer):
         reward_funcs: As TRL's: each is called with ``prompts``, ``completions`` and the data set's columns.
         args: A :class:`TargetPOConfig`; ``None``: its defaults.
         train_dataset: Rows with a ``prompt``.
-        **kwargs: Further arguments of ``GRPOTrainer``.
+        eval_dataset: The same.
+        processing_class: The tokenizer; ``None``: the one in the model's folder.
+        **kwargs: Further arguments of ``GRPOTrainer``, such as ``peft_config`` and ``callbacks``.
 
     Raises:
         TypeError: If ``args`` is another kind of configuration.
@@ -190,6 +192,8 @@ class TargetPOTrainer(GRPOTrainer):
         reward_funcs: Any = None,
         args: TargetPOConfig | None = None,
         train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
         **kwargs: Any,
     ) -> None:
         if args is None:
@@ -201,7 +205,7 @@ class TargetPOTrainer(GRPOTrainer):
         self._scores: Tensor | None = None
         self._rollout: _Rollout | None = None
         self._weights: CandidateWeights | None = None
-        super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, processing_class, **kwargs)
         _refuse_dropout(self.model)
         if self.aux_loss_enabled:
             raise ValueError(
