@@ -5,6 +5,7 @@ texts again, and differentiates the objective as the paper writes it. (It keeps 
 model's rotary positions are float32 whatever the model's type.)
 """
 
+import json
 import os
 import runpy
 import subprocess
@@ -168,23 +169,31 @@ def test_three_epochs(worker, tmp_path, group_policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "group_policy"), [("target_po", "ratio"), ("target_po", "sum"), ("grpo", "sum")])
-def test_two_processes(worker, tmp_path, method, group_policy):
+def test_two_processes(worker, tmp_path):
     """(c): 24 completions in three groups over two processes of 12, so the second group is in both; two epochs."""
-    settings = (
-        f'{{"method": "{method}", "group_policy": "{group_policy}", "num_iterations": 2, "steps": 4, '
-        '"per_device_train_batch_size": 3}'
+    common = {"num_iterations": 2, "steps": 4, "per_device_train_batch_size": 3, "max_completion_length": 6}
+    objectives = {
+        ("target_po", "ratio"): target_po("ratio"),
+        ("target_po", "mean"): target_po("mean"),
+        ("target_po", "sum"): target_po("sum"),
+        ("grpo", "sum"): grpo,
+    }
+    runs = [{**common, "method": method, "group_policy": policy} for method, policy in objectives]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, tmp_path]
+    done = subprocess.run(
+        [sys.executable, *map(str, command), json.dumps(runs)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", WORKER, tmp_path, settings]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    oracle = Oracle(worker, ranks, epochs=2)
-    prompts = [{oracle.text(prompt) for prompt, *_ in sequences(steps[0])} for steps in ranks]
-    assert len(prompts[0] & prompts[1]) == 1
-    assert len(oracle.groups(0)) == 3
-    check(oracle, grpo if method == "grpo" else target_po(group_policy), 4)
+    for index, objective in enumerate(objectives.values()):
+        ranks = [torch.load(tmp_path / f"{index}-rank{rank}.pt") for rank in range(2)]
+        oracle = Oracle(worker, ranks, epochs=2)
+        prompts = [{oracle.text(prompt) for prompt, *_ in sequences(steps[0])} for steps in ranks]
+        assert len(prompts[0] & prompts[1]) == 1
+        assert len(oracle.groups(0)) == 3
+        check(oracle, objective, 4)
 
 
 def test_lora(worker, tmp_path):

@@ -6,13 +6,9 @@ from pathlib import Path
 
 import pytest
 
-for name in ("trl", "peft", "datasets"):
-    pytest.importorskip(name, reason="needs the extra llm")
+from tpo_gym import llm
 
-from peft import LoraConfig
-from trl import GRPOConfig
-
-from tpo_gym.llm import TargetPOConfig, TargetPOTrainer
+trl, peft, _ = (pytest.importorskip(name, reason="needs the extra llm") for name in ("trl", "peft", "datasets"))
 
 WORKER = Path(__file__).with_name("trl_worker.py")
 
@@ -23,7 +19,7 @@ def worker():
 
 
 def config(tmp_path, **settings):
-    return TargetPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", **settings)
+    return llm.TargetPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none", **settings)
 
 
 BAD = {
@@ -68,13 +64,13 @@ def test_the_defaults_are_accepted(tmp_path):
 
 
 def test_another_configuration(worker, tmp_path):
-    arguments = GRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none")
+    arguments = trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none")
     with pytest.raises(TypeError, match="args must be a TargetPOConfig, got GRPOConfig"):
-        TargetPOTrainer(worker["model"](), worker["reward"], arguments)
+        llm.TargetPOTrainer(worker["model"](), worker["reward"], arguments)
 
 
 def test_dropout(worker, tmp_path):
-    adapter = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"])
+    adapter = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"lora_dropout.* has dropout 0.1.*Set lora_dropout=0.0"):
         worker["run"](tmp_path, lora=adapter)
     steps, _ = worker["run"](tmp_path, lora=adapter, disable_dropout=True, steps=1)

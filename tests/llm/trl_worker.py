@@ -113,5 +113,6 @@ def run(folder, exact=True, lora=False, steps=2, source=None, reward_funcs=rewar
 if __name__ == "__main__":
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
-    recorded, _trainer = run(out, **json.loads(sys.argv[2]))
-    torch.save(recorded, out / f"rank{os.environ['RANK']}.pt")
+    for index, settings in enumerate(json.loads(sys.argv[2])):
+        recorded, _ = run(out / str(index), **settings)
+        torch.save(recorded, out / f"{index}-rank{os.environ['RANK']}.pt")
