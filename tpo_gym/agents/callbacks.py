@@ -97,6 +97,8 @@ class ResumeCallback(BaseCallback):
         return True
 
     def _save(self) -> None:
+        if not self.model._processes.writes:
+            return
         newest = self.path / f"{self.name_prefix}_{self.model.num_timesteps}_steps.zip"
         self.model.save(newest, allow_pickle=self.allow_pickle)
         if self.verbose >= 2:

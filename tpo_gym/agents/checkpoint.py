@@ -27,6 +27,7 @@ from tpo_gym.agents.checkpoint_file import (
     read_members,
     write_checkpoint,
 )
+from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.resume_state import State, capture, describe_env, make_env, preserved_random, restore
 from tpo_gym.agents.serialization import Reader, Writer
 
@@ -42,6 +43,7 @@ class CheckpointMixin(BaseAlgorithm):
     """
 
     # Class attributes, because the constructor of an algorithm expands its environment before that of its bases runs.
+    _processes: OneProcess
     _iteration: int = 0
     """Rollout batches since the count of interactions began."""
     _boundary: State | None = None
@@ -71,6 +73,8 @@ class CheckpointMixin(BaseAlgorithm):
     ) -> None:
         """Write the model to a file, atomically: a reader sees the old file or the whole new one.
 
+        Where several processes train the model, the first one writes.
+
         Args:
             path: Where to; ``.zip`` is added where there is no suffix. Or an open binary file.
             exclude: Attributes to leave out in addition to the default ones.
@@ -81,6 +85,8 @@ class CheckpointMixin(BaseAlgorithm):
         Raises:
             TypeError: If an attribute can only be pickled, and that is not allowed.
         """
+        if not self._processes.writes:
+            return
         writer = Writer(allow_pickle)
         excluded = {*(exclude or ()), *self._excluded_save_params()} - set(include or ())
         names, variables = self._get_torch_save_params()

@@ -20,6 +20,7 @@ from torch import Tensor
 from tpo_gym.agents import collectors
 from tpo_gym.agents.arguments import check_common_arguments
 from tpo_gym.agents.checkpoint import CheckpointMixin
+from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.env_setup import (
     CANDIDATE_SETS,
     EnvLike,
@@ -42,7 +43,6 @@ from tpo_gym.agents.reporting import ReportingMixin
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout, check_scores
 from tpo_gym.agents.trials import Lookahead
-from tpo_gym.agents.updates import accumulate_gradients
 
 logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
@@ -103,6 +103,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
     merges_contexts: ClassVar[bool] = False
     """Whether bandit feedback of one constant context is averaged into a single group."""
     policy: ActorPolicy
+    _processes: OneProcess = OneProcess()
+    """Who trains this model: see :func:`tpo_gym.agents.distributed.distribute`."""
 
     def __init__(
         self,
@@ -248,7 +250,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             callback.update_locals(self._step_locals(step, rewards))
             return callback.on_step()
 
-        rollout = self._collect(on_step)
+        rollout = self._processes.collect(self, on_step)
         if rollout is None:
             return False
         check_scores(rollout.scores)
@@ -298,7 +300,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         losses, norms, entropies = [], [], []
         for _ in range(self.n_epochs):
             optimizer.zero_grad(set_to_none=True)
-            loss, entropy = accumulate_gradients(self, rollout, frozen, weights)
+            loss, entropy = self._processes.accumulate_gradients(self, rollout, frozen, weights)
             limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
             norms.append(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), limit))
             if norms[-1].device.type == "cpu":  # elsewhere that would wait for the device: checked after the epochs
@@ -347,8 +349,9 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             The trained model itself.
         """
         total_timesteps, callback = self._setup_learn(
-            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar
+            total_timesteps, callback, reset_num_timesteps, tb_log_name, progress_bar and self._processes.writes
         )
+        self._processes.begin(self, total_timesteps)
         callback.on_training_start({"self": self, "total_timesteps": total_timesteps}, {})
         try:
             while self.num_timesteps < total_timesteps:
@@ -398,7 +401,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         return ["policy", "policy.optimizer"], []
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "rollout", "_group_env", "_frozen", "_unlogged"]
+        return [*super()._excluded_save_params(), "rollout", "_group_env", "_frozen", "_unlogged", "_processes"]
 
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:

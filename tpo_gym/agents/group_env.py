@@ -60,8 +60,26 @@ class GroupEnv(Protocol):
         """Raise a ``ValueError`` where :meth:`score_actions` cannot work."""
         ...
 
+    def go_on(self, running: np.ndarray) -> bool:
+        """Whether an episode of the rollout batch goes on: one of ``running``, or one of another process."""
+        ...
 
-class BatchedGroupEnv:
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of one value per sub-environment, over those of all processes."""
+        ...
+
+
+class OneProcessEnv:
+    """Groups that are all in this process."""
+
+    def go_on(self, running: np.ndarray) -> bool:
+        return bool(running.any())
+
+    def mean(self, values: Tensor) -> Tensor:
+        return values.mean(0)
+
+
+class BatchedGroupEnv(OneProcessEnv):
     """Groups on one of our own batched environments: tensors stay on their device."""
 
     def __init__(self, env: BatchedEnv, device: torch.device) -> None:
@@ -101,7 +119,7 @@ class BatchedGroupEnv:
             )
 
 
-class VecGroupEnv:
+class VecGroupEnv(OneProcessEnv):
     """Groups on any SB3 ``VecEnv``: the members of a group start from the same state.
 
     They are copies of one another where we made the sub-environments ourselves (:class:`GroupVecEnv`); in a vector

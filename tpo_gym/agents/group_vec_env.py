@@ -29,6 +29,8 @@ class GroupVecEnv(DummyVecEnv):
         """Sub-environments that the last step moved."""
         self.idle = np.zeros(self.num_envs, dtype=bool)
         """Sub-environments that stand still because their episode is over."""
+        self.owned = range(self.num_envs)
+        """Sub-environments whose groups are run in this process; the others stand still all the time."""
         self._group_size: int | None = None
         self._grouped = False
         self._members = 1
@@ -66,11 +68,17 @@ class GroupVecEnv(DummyVecEnv):
         self._members = group_size or 1
         self._grouped = group_size is not None
         self.idle[:] = False
-        if group_size is None or group_size == 1 or not self.exact_copies:
+        if group_size is None or (len(self.owned) == self.num_envs and (group_size == 1 or not self.exact_copies)):
             return super().reset()
+        if group_size > 1:
+            _ = self.exact_copies  # found out before the groups start, since that resets sub-environments
         seeds = self._seeds
-        for leader in range(0, self.num_envs, group_size):
+        for leader in range(self.owned.start, self.owned.stop, group_size):
             self._start_group(range(leader, leader + group_size), seeds[leader])
+        elsewhere = np.delete(np.arange(self.num_envs), self.owned)
+        self.idle[elsewhere] = True
+        for values in self.buf_obs.values():
+            values[elsewhere] = values[self.owned.start]  # something to show
         self._reset_seeds()
         self._reset_options()
         return self._obs_from_buf()

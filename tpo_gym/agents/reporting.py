@@ -11,12 +11,12 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.utils import safe_mean
 from torch import Tensor
 
+from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.env_setup import native_env
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step
 from tpo_gym.agents.infos import EpisodeInfos, as_numpy
 from tpo_gym.agents.metrics import approximate_kl, rollout_metrics
 from tpo_gym.agents.rollouts import GroupRollout
-from tpo_gym.agents.updates import current_log_probs
 
 if TYPE_CHECKING:
     from tpo_gym.agents.group_algorithm import GroupAlgorithm
@@ -29,6 +29,7 @@ class ReportingMixin(BaseAlgorithm):
     _group_env: GroupEnv
     _frozen: dict[str, Tensor]
     _unlogged: GroupRollout | None
+    _processes: OneProcess
 
     def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalars to log after the last epoch, by their full key.
@@ -73,7 +74,7 @@ class ReportingMixin(BaseAlgorithm):
         if self.rollout is not None and self._unlogged is self.rollout:
             metrics = rollout_metrics(self.rollout, getattr(native_env(self.env), "max_return", None))
             metrics.update(
-                self.diagnostics(current_log_probs(cast("GroupAlgorithm", self), self.rollout), self._frozen)
+                self.diagnostics(self._processes.log_probs(cast("GroupAlgorithm", self), self.rollout), self._frozen)
             )
             for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True):
                 self.logger.record(name, value)

@@ -67,7 +67,7 @@ def _backward(
     losses = model.group_losses(evaluation, _rows(rollout, frozen, units))
     loss = (losses * rollout.groups_of(weights, units)).sum()
     if model.ent_coef:
-        share = 1.0 if units is None else len(units) / rollout.candidates.n_units
+        share = rollout.share if units is None else rollout.share * len(units) / rollout.candidates.n_units
         loss = loss - model.ent_coef * share * evaluation.entropy
     loss.backward()
     return loss.detach(), evaluation.entropy.detach()
@@ -85,7 +85,7 @@ def _backward_in_parts(
     losses = model.group_losses(Evaluation(log_probs, entropy), _rows(rollout, frozen, units))
     loss = (losses * rollout.groups_of(weights, units)).sum()
     (gradient,) = torch.autograd.grad(loss, log_probs)
-    bonus = model.ent_coef * len(units) / rollout.candidates.n_units / len(parts)
+    bonus = model.ent_coef * rollout.share * len(units) / rollout.candidates.n_units / len(parts)
     for part, share in zip(parts, gradient.split(limit, dim=1), strict=True):
         evaluation = part.evaluate(model.policy, units)
         ((evaluation.step_log_probs * share).sum() - bonus * evaluation.entropy).backward()
