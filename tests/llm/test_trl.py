@@ -239,6 +239,15 @@ def test_evaluation_between_epochs_leaves_the_rollout_alone(worker, tmp_path):
     check(Oracle(worker, [steps], epochs=2), target_po(), 4)
 
 
+def test_groups_are_whole_after_resuming(worker, tmp_path):
+    worker["run"](tmp_path, steps=2, save_strategy="steps", save_steps=2)
+    assert "Target Policy Optimization" in (tmp_path / "README.md").read_text()
+    steps, trainer = worker["run"](tmp_path, steps=4, resume=str(tmp_path / "checkpoint-2"))
+    assert len(steps) == 2
+    assert trainer.state.global_step == 4
+    check(Oracle(worker, [steps], epochs=1), target_po(), 2)
+
+
 def test_trls_own_head(worker, tmp_path):
     """The engine as it is: its head computes in float32, so the comparison is to float32's precision."""
     steps, _ = worker["run"](tmp_path, exact=False, num_iterations=2, steps=4)

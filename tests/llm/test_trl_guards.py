@@ -63,6 +63,14 @@ def test_the_defaults_are_accepted(tmp_path):
     assert accepted.weight_options().eta == 1.0
 
 
+def test_settings_from_a_command_line(tmp_path):
+    arguments = (
+        f"--output_dir {tmp_path} --method grpo --group_policy sum --clip_range 0.1 --eta 0.5 --bf16 False --use_cpu"
+    )
+    (parsed,) = trl.TrlParser(llm.TargetPOConfig).parse_args_and_config(arguments.split())
+    assert (parsed.method, parsed.group_policy, parsed.clip_range, parsed.eta) == ("grpo", "sum", 0.1, 0.5)
+
+
 def test_another_configuration(worker, tmp_path):
     arguments = trl.GRPOConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True, report_to="none")
     with pytest.raises(TypeError, match="args must be a TargetPOConfig, got GRPOConfig"):

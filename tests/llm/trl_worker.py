@@ -73,7 +73,7 @@ class Recorder(TrainerCallback):
         )
 
 
-def run(folder, exact=True, lora=False, steps=2, source=None, reward_funcs=reward, **settings):
+def run(folder, exact=True, lora=False, steps=2, source=None, resume=None, reward_funcs=reward, **settings):
     """Train for a few steps; return the recorded steps and the trainer, which has the log."""
     arguments = {
         "output_dir": str(folder),
@@ -106,7 +106,7 @@ def run(folder, exact=True, lora=False, steps=2, source=None, reward_funcs=rewar
         callbacks=[recorder],
     )
     recorder.trainer = trainer
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return recorder.steps, trainer
 
 
