@@ -106,7 +106,10 @@ class ActorPolicy(BasePolicy):
         self.log_std_init = log_std_init
         self._counts_from_zero = not np.any(_start(action_space))
         self._build()
-        self.optimizer = self.optimizer_class(self.parameters(), **{"lr": lr_schedule(1), **self.optimizer_kwargs})
+        arguments = {"lr": lr_schedule(1), **self.optimizer_kwargs}
+        if self.optimizer_class in (torch.optim.Adam, torch.optim.AdamW):
+            arguments.setdefault("fused", not arguments.get("foreach"))  # one kernel instead of some per parameter
+        self.optimizer = self.optimizer_class(self.parameters(), **arguments)
 
     def _build(self) -> None:
         """Make the features extractor, the hidden layers and the action head."""
@@ -139,6 +142,11 @@ class ActorPolicy(BasePolicy):
         """Value of the first action (``Discrete(n, start=...)``, also MultiDiscrete); the network counts from 0."""
         start = _start(self.action_space)
         return torch.as_tensor(start, device=self.device) if isinstance(start, np.ndarray) else start
+
+    def set_training_mode(self, mode: bool) -> None:
+        """Training or evaluation mode of all modules; visits them only where it changes."""
+        if self.training != mode:
+            super().set_training_mode(mode)
 
     def extract_features(self, obs: PyTorchObs, features_extractor: BaseFeaturesExtractor | None = None) -> Tensor:
         """Features ``(N, features_dim)`` of a batch of observations."""

@@ -296,13 +296,14 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         if not self.wants_update(rollout):
             return
         weights = self.group_weights(rollout, frozen)
-        optimizer = self.policy.optimizer
+        optimizer, parameters = self.policy.optimizer, list(self.policy.parameters())
         losses, norms, entropies = [], [], []
         for _ in range(self.n_epochs):
             optimizer.zero_grad(set_to_none=True)
             loss, entropy = self._processes.accumulate_gradients(self, rollout, frozen, weights)
-            limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
-            norms.append(torch.nn.utils.clip_grad_norm_(self.policy.parameters(), limit))
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+            if self.max_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norms[-1])
             if norms[-1].device.type == "cpu":  # elsewhere that would wait for the device: checked after the epochs
                 self._check_gradient(float(norms[-1]))
             optimizer.step()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.utils import safe_mean
 from torch import Tensor
 
@@ -69,6 +70,10 @@ class ReportingMixin(BaseAlgorithm):
         Args:
             iteration: Rollout batches so far; 0: not logged (SB3's callbacks that log on their own do not know it).
         """
+        if type(self.logger) is Logger and not self.logger.output_formats:
+            self.logger.dump(step=self.num_timesteps)  # nobody reads it: no passes through the network for the log
+            self._unlogged = None
+            return
         assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
         elapsed = max((time.time_ns() - self.start_time) / 1e9, sys.float_info.epsilon)
         if self.rollout is not None and self._unlogged is self.rollout:
