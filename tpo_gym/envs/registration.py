@@ -17,6 +17,9 @@ ENVIRONMENTS = {
     "TokenReversalSparse": "tokens",
 }
 
+# Environments of questions and answers in text: they have a single face only. -> module
+TEXT_ENVIRONMENTS = {"ReasoningGym": "text", "GSM8K": "text"}
+
 
 def register_envs() -> None:
     """Registers every environment as ``tpo_gym/<name>-v0``; a second call changes nothing.
@@ -31,3 +34,7 @@ def register_envs() -> None:
                 entry_point=f"tpo_gym.envs.{module}:{name}",
                 vector_entry_point=f"tpo_gym.envs.{module}:Batched{name}",
             )
+    for name, module in TEXT_ENVIRONMENTS.items():
+        env_id = f"tpo_gym/{name}-v0"
+        if env_id not in gym.registry:
+            gym.register(id=env_id, entry_point=f"tpo_gym.envs.{module}:{name}")
