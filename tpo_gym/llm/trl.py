@@ -304,12 +304,14 @@ class TargetPOTrainer(GRPOTrainer):
             lengths=rollout.lengths.view(-1, size),
         )
         values = {name: value.item() for name, value in self._weights.metrics.items()}
+        if values["active_groups"] == 0:
+            values.pop("tv", None)  # a mean over no groups
         for name, value in values.items():
             if name != "loss":
                 self._metrics["train"][f"group/{name}"].append(value)
         if starts and "tv" in values:
             self._metrics["train"]["group/target_tv"].append(values["tv"])
-            if self._watch.saturated(values["tv"], values["active_groups"]):
+            if self._watch.saturated(values["tv"]):
                 warnings.warn(self._watch.message(self._options), stacklevel=2)
 
     # Loss

@@ -153,10 +153,8 @@ class SaturationWatch:
         self.threshold = threshold
         self._count = 0
 
-    def saturated(self, distance: float, active_groups: float) -> bool:
-        """Whether this rollout batch is the one to warn at. Batches without active groups say nothing."""
-        if active_groups == 0:
-            return False
+    def saturated(self, distance: float) -> bool:
+        """Whether this rollout batch, in which some group is active, is the one to warn at."""
         self._count = self._count + 1 if distance < self.threshold else 0
         return self.patience > 0 and self._count == self.patience
 
