@@ -115,3 +115,21 @@ def test_the_learning_rate_is_set_through_param_groups():
 def test_a_state_of_other_optimizers_is_refused():
     with pytest.raises(ValueError, match="this optimizer holds"):
         MuonAdamW(nn.Linear(3, 3).parameters()).load_state_dict({"Adam": {}})
+
+
+def test_matrices_orthogonalized_together_move_as_by_torchs_muon():
+    """Tall and wide ones, several of a shape, one without a gradient; with weight decay; to the last bit."""
+    shapes = [(8, 32), (32, 8), (8, 32), (6, 6), (8, 2), (8, 2), (3, 5)]
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    optimizer = MuonAdamW(ours, lr=0.02, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1)
+    for _ in range(4):
+        for p, q in zip(ours[:-1], theirs[:-1], strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpo_gym import make_vec_env
-from tpo_gym.agents import MuonAdamW, TransformerExtractor, TransformerPolicy
+from tpo_gym.agents import MuonAdamW, TransformerExtractor, TransformerPolicy, prefix_tree
 from tpo_gym.agents.transformer import CausalTransformer, read_hidden, select_rows
 
 
@@ -191,3 +191,31 @@ def test_vocabularies_follow_the_task():
     env = gym.make("tpo_gym/TokenCopy-v0", sequence_length=3, vocab_size=7)
     model = TransformerPolicy(env.observation_space, env.action_space, lambda _: 1e-3)
     assert (model.layout.sequence_length, model.layout.vocab_size) == (3, 7)
+
+
+@pytest.mark.parametrize("group_size", [3, 7])
+def test_large_groups_are_computed_in_blocks_with_the_same_numbers(monkeypatch, group_size):
+    """Attention is limited to blocks of a group's candidates; values, order and gradients do not change."""
+    model = policy(4, 2).double()
+    prompts, tokens = torch.randint(2, (5, 4)), torch.randint(2, (5, group_size, 4))
+    weights = torch.randn(5, group_size, 4, 2)
+    parameters = list(model.parameters())
+    whole = model.sequence_log_probs(prompts, tokens)
+    monkeypatch.setattr(prefix_tree, "MAX_ROWS", 6)
+    blocks = model.sequence_log_probs(prompts, tokens)
+    assert torch.allclose(blocks, whole, atol=1e-6)  # log-probabilities are float32
+    for a, b in zip(*(torch.autograd.grad((weights * x).sum(), parameters) for x in (blocks, whole)), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_candidates_that_agree_are_computed_once():
+    """A group of equal candidates has as many rows as one candidate has tokens, in training and in decoding."""
+    model = policy(4, 2)
+    prompts, tokens = torch.randint(2, (20, 4)), torch.randint(2, (20, 1, 4)).expand(-1, 6, -1)
+    shared = model.shared_prefixes(prompts, tokens)
+    assert shared.read_at.unique().numel() == 20 * 4
+    assert sum(groups * rows for groups, rows in shared.parts) == 20 * (4 + 3)
+    decoder = prefix_tree.TreeDecoder(model.model, prompts, 6, 2)
+    for column in tokens.flatten(0, 1)[:, :3].unbind(1):
+        decoder.append(column)
+        assert len(decoder.hidden) == 20

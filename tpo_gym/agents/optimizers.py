@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -44,7 +45,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self._inner: list[torch.optim.Optimizer] = []
         if any(group["params"] for group in matrices):
             groups = [group for group in matrices if group["params"]]
-            self._inner.append(torch.optim.Muon(groups, lr=lr, momentum=momentum, weight_decay=weight_decay))
+            self._inner.append(_BatchedMuon(groups, lr=lr, momentum=momentum, weight_decay=weight_decay))
         if any(group["params"] for group in others):
             groups = [group for group in others if group["params"]]
             self._inner.append(
@@ -76,7 +77,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both optimizers."""
-        return {type(inner).__name__: inner.state_dict() for inner in self._inner}
+        return {_name(inner): inner.state_dict() for inner in self._inner}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned for the same parameters.
@@ -84,12 +85,61 @@ class MuonAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: If the state belongs to another set of optimizers.
         """
-        names = [type(inner).__name__ for inner in self._inner]
+        names = [_name(inner) for inner in self._inner]
         if sorted(state_dict) != sorted(names):
             raise ValueError(f"This state is of {sorted(state_dict)}, this optimizer holds {sorted(names)}.")
         for inner in self._inner:
-            inner.load_state_dict(state_dict[type(inner).__name__])
+            inner.load_state_dict(state_dict[_name(inner)])
         self._share_groups()
+
+
+def _name(inner: torch.optim.Optimizer) -> str:
+    return "Muon" if isinstance(inner, torch.optim.Muon) else "AdamW"
+
+
+class _BatchedMuon(torch.optim.Muon):
+    """``torch.optim.Muon`` with matrices of one shape orthogonalized together: the same numbers, in fewer operations.
+
+    A small network has several matrices of few shapes, and most of Muon's time there goes to launching operations.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            updates: dict[tuple[torch.Size, torch.device], list[tuple[Tensor, Tensor]]] = {}
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                buffer = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = p.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+                updates.setdefault((p.shape, p.device), []).append((p, update))
+            for (shape, _), pairs in updates.items():
+                directions = _orthogonalize(
+                    torch.stack([update for _, update in pairs]),
+                    group["ns_coefficients"],
+                    group["ns_steps"],
+                    group["eps"],
+                )
+                rate = group["lr"] * math.sqrt(max(1, shape[0] / shape[1]))
+                for (p, _), direction in zip(pairs, directions, strict=True):
+                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-rate)
+
+
+def _orthogonalize(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Newton-Schulz iteration of ``torch.optim.Muon`` on a stack of matrices ``(n, rows, columns)``, in bfloat16."""
+    a, b, c = coefficients
+    tall = updates.shape[1] > updates.shape[2]
+    x = updates.bfloat16()
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
 
 
 class NormalizedStep(torch.optim.Optimizer):

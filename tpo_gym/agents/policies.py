@@ -176,12 +176,22 @@ class TransformerPolicy(ActorPolicy):
         shape = (prompts.shape[0], group_size, self.layout.sequence_length)
         return torch.stack(tokens, 1).view(shape), torch.stack(log_probs, 1).view(shape)
 
-    def sequence_log_probs(self, prompts: Tensor, tokens: Tensor) -> Tensor:
+    def shared_prefixes(self, prompts: Tensor, tokens: Tensor) -> SharedPrefixes | None:
+        """What :meth:`sequence_log_probs` may be given to save work where it is called several times.
+
+        ``None`` where there is nothing to share, and on devices where shapes that depend on data cost more.
+        """
+        if prompts.device.type != "cpu" or tokens.shape[1] == 1 or tokens.shape[2] == 1:
+            return None
+        return SharedPrefixes(prompts, tokens, self.layout.vocab_size, self.model.token_table.dtype)
+
+    def sequence_log_probs(self, prompts: Tensor, tokens: Tensor, shared: SharedPrefixes | None = None) -> Tensor:
         """Next-token log-probabilities along given completions.
 
         Args:
             prompts: ``(B, H)`` int64.
             tokens: ``(B, K, H)`` int64.
+            shared: What :meth:`shared_prefixes` returned for them.
 
         Returns:
             ``(B, K, H, V)`` float32: the distribution that each token was drawn from.
@@ -192,8 +202,8 @@ class TransformerPolicy(ActorPolicy):
             hidden, _ = self.model(torch.cat([prompts, tokens[:, 0, :-1]], 1), read_from=before)
             log_probs = self._log_probs(hidden).unsqueeze(1)
             return log_probs.expand(-1, group_size, -1, -1)  # with one token the prompt is all that they depend on
-        if prompts.device.type == "cpu":
-            shared = SharedPrefixes(prompts, tokens, self.layout.vocab_size, self.model.token_table.dtype)
+        shared = self.shared_prefixes(prompts, tokens) if shared is None else shared
+        if shared is not None:
             log_probs = self._log_probs(shared.hidden(self.model))
             return F.embedding(shared.read_at, log_probs).view(n_groups, group_size, length, -1)
         rows = torch.arange(n_groups, device=prompts.device).repeat_interleave(group_size)

@@ -18,6 +18,8 @@ from tpo_gym.agents.transformer import CausalTransformer
 
 MAX_PARTS, MIN_PART = 8, 16
 """Groups are computed together in at most so many parts, of at least so many groups."""
+MAX_ROWS = 512
+"""Attention goes over at most so many prefixes of a group at once."""
 
 
 class PrefixTree:
@@ -51,6 +53,26 @@ class PrefixTree:
         self.n_rows += len(codes)
         self.depth += 1
         return codes % self.vocab_size
+
+
+def _in_blocks(prompts: Tensor, tokens: Tensor, block: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Large groups as several of ``block`` candidates, those with common prefixes together.
+
+    Attention within a group costs the square of its prefixes; computing the prompt once per block costs less.
+
+    Returns:
+        Prompts and tokens of the blocks, and where each candidate went among all rows, ``(B * K,)``.
+    """
+    n_groups, group_size, length = tokens.shape
+    tree = PrefixTree(n_groups, group_size, 0, vocab_size)
+    for column in tokens.unbind(2):
+        tree.append(column.flatten())
+    order = tree.node_of.view(n_groups, group_size).argsort(1)  # nodes are numbered in lexicographic order
+    n_blocks = -(-group_size // block)
+    padded = order[:, torch.arange(n_blocks * block).clamp(max=group_size - 1)]  # twice the last: computed once
+    tokens = tokens.gather(1, padded.unsqueeze(2).expand(-1, -1, length)).view(-1, block, length)
+    places = order.argsort(1) + torch.arange(n_groups).unsqueeze(1) * n_blocks * block
+    return prompts.repeat_interleave(n_blocks, 0), tokens, places.flatten()
 
 
 class TreeDecoder:
@@ -104,6 +126,9 @@ class SharedPrefixes:
     """
 
     def __init__(self, prompts: Tensor, tokens: Tensor, vocab_size: int, dtype: torch.dtype) -> None:
+        places = None
+        if tokens.shape[1] > (block := max(1, MAX_ROWS // (tokens.shape[2] - 1))):
+            prompts, tokens, places = _in_blocks(prompts, tokens, block, vocab_size)
         (n_groups, group_size, length), prompt_length = tokens.shape, prompts.shape[1]
         self.prompt_length = prompt_length
         tree = PrefixTree(n_groups, group_size, prompt_length, vocab_size)
@@ -160,6 +185,8 @@ class SharedPrefixes:
         first = (start - n_before * unread).repeat_interleave(group_size).unsqueeze(1)
         self.read_at = torch.cat([first, first + 1 + place[path[tree.node_of]]], 1)
         """``(B * K, T)``: which of the rows that :meth:`hidden` returns predicts each token."""
+        if places is not None:
+            self.read_at = self.read_at[places]
 
     def hidden(self, model: CausalTransformer) -> Tensor:
         """Hidden states ``(rows, d_model)``, see :attr:`read_at`."""

@@ -123,6 +123,7 @@ class SequenceCandidates:
     prompts: Tensor
     tokens: Tensor
     groups_per_unit: int = 1
+    _shared: list[Any] = field(default_factory=list, repr=False, compare=False)  # made once for all epochs
 
     @property
     def n_units(self) -> int:
@@ -133,14 +134,19 @@ class SequenceCandidates:
         return self.tokens.shape[1]
 
     def evaluate(self, policy: Any, units: Tensor | None = None) -> Evaluation:
-        prompts = self.prompts if units is None else self.prompts[units]
-        tokens = self.tokens if units is None else self.tokens[units]
-        log_probs = policy.sequence_log_probs(prompts, tokens)
+        prompts, tokens, shared = self.prompts, self.tokens, None
+        if units is None:
+            if not self._shared:
+                self._shared.append(policy.shared_prefixes(prompts, tokens))
+            shared = self._shared[0]
+        else:  # in parts, to save memory
+            prompts, tokens = prompts[units], tokens[units]
+        log_probs = policy.sequence_log_probs(prompts, tokens, shared)
         return Evaluation(log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), _entropy(log_probs))
 
     def part(self, start: int, stop: int) -> SequenceCandidates:
         """The candidates ``start`` to ``stop`` of every group."""
-        return replace(self, tokens=self.tokens[:, start:stop])
+        return replace(self, tokens=self.tokens[:, start:stop], _shared=[])
 
 
 @dataclass(frozen=True)

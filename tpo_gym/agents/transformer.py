@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from gymnasium import spaces
@@ -99,7 +100,8 @@ class CausalTransformer(nn.Module):
         # Stored as (d_model, entries): rows are the fan-out, as in every other 2-D weight that Muon scales.
         self.token_table = nn.Parameter(torch.randn(d_model, vocab_size) / math.sqrt(d_model))
         self.position_table = nn.Parameter(torch.randn(d_model, max_length) * 0.02)
-        self.blocks = nn.ModuleList(Block(d_model, n_heads, ffn_mult) for _ in range(n_layers))
+        blocks = nn.ModuleList(Block(d_model, n_heads, ffn_mult) for _ in range(n_layers))
+        self.blocks: Sequence[Block] = blocks  # type: ignore[assignment]
         self.final_norm = nn.LayerNorm(d_model, eps=1e-6)
 
     def embed(self, tokens: Tensor, start: int) -> Tensor:
