@@ -8,14 +8,18 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from tpo_gym.experiments.experiment import Experiment
 from tpo_gym.experiments.registry import EXPERIMENTS
+
+if TYPE_CHECKING:
+    from tpo_gym.experiments.workers import Event, Job
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -39,6 +43,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=Path("results"), help="folder of runs and report (default: results)"
     )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="processes, one thread each (default: 1)")
+    parser.add_argument(
+        "--backend", choices=("local", "ray"), default="local", help="who runs: processes here, or Ray (default: local)"
+    )
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="with --backend ray: a Ray cluster, which decides how many run at once"
+    )
+    parser.add_argument(
+        "--gpus-per-run", type=float, default=1.0, metavar="X", help="with --backend ray and a GPU device (default: 1)"
+    )
     parser.add_argument("--report-only", action="store_true", help="run nothing, report what is there")
     options = parser.parse_args(arguments)
     known = {"all": list(EXPERIMENTS), **{name: [name] for name in EXPERIMENTS}}
@@ -51,6 +64,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    if options.address is not None and options.backend != "ray":
+        parser.error("--address is that of a Ray cluster: it needs --backend ray")
     options.names = list(dict.fromkeys(name for asked in options.names for name in known[asked]))
     return options
 
@@ -96,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing:
         console.print(f"{', '.join(missing)} is missing: pip install 'tpo-gym\\[experiments]'", style="red")
         return 1
+    if options.backend == "ray" and find_spec("ray") is None:
+        console.print("ray is missing: pip install 'tpo-gym\\[ray]', or leave out --backend ray", style="red")
+        return 1
     try:
         experiments = select(options)
     except ValueError as error:
@@ -120,7 +138,7 @@ def _run_missing(experiments: Sequence[Experiment], options: argparse.Namespace,
     from tpo_gym.experiments.build import pick_device
     from tpo_gym.experiments.display import Display
     from tpo_gym.experiments.run import is_finished, run_folder
-    from tpo_gym.experiments.workers import Job, run_all
+    from tpo_gym.experiments.workers import Job
 
     jobs: dict[Path, Job] = {}  # experiments share runs with equal settings
     done: set[Path] = set()
@@ -138,12 +156,23 @@ def _run_missing(experiments: Sequence[Experiment], options: argparse.Namespace,
     if jobs:
         queue = list(jobs.values())
         with Display(queue, console) as display:
-            for event in run_all(queue, min(options.workers, len(queue))):
+            for event in _events(queue, options):
                 display.show(event)
                 failures += event is not None and event.failure is not None
     if failures:
         console.print(f"{failures} runs failed, see above.", style="red")
     return failures
+
+
+def _events(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[Event | None]:
+    n_workers = min(options.workers, len(jobs))
+    if options.backend == "ray":
+        from tpo_gym.experiments import ray_workers
+
+        return ray_workers.run_all(jobs, n_workers, options.address, options.gpus_per_run)
+    from tpo_gym.experiments import workers
+
+    return workers.run_all(jobs, n_workers)
 
 
 def _write_report(

@@ -8,7 +8,7 @@ import queue
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,26 +53,40 @@ def _initialize(events: Any, stop: Any) -> None:
     _events, _stop = events, stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # the moments of gradients that vanished would slow every step of Adam
 
 
-def _work(number: int, job: Job) -> None:
+def attempt(number: int, job: Job, folder: Path, tell: Callable[[Event], None], stopped: Callable[[], bool]) -> None:
+    """Carry out a job and tell of it, also where it fails; where it was stopped nothing more is told.
+
+    Args:
+        number: The job's number.
+        job: The job.
+        folder: Where its files go.
+        tell: Called with every event.
+        stopped: Whether to end early.
+    """
     last = 0.0
 
     def progress(updates: int, error: Tensor | None) -> bool:
         nonlocal last
         if time.monotonic() - last > REPORT_SECONDS:
             last = time.monotonic()
-            _events.put(Event(number, updates, None if error is None else float(error)))
-        return not _stop.is_set()
+            tell(Event(number, updates, None if error is None else float(error)))
+        return not stopped()
 
     try:
-        seconds = carry_out(job.settings, job.seed, job.folder, job.device, progress)
+        seconds = carry_out(job.settings, job.seed, folder, job.device, progress)
     except Stopped:
         return
     except Exception:
-        _events.put(Event(number, failure=traceback.format_exc()))
+        tell(Event(number, failure=traceback.format_exc()))
     else:
-        _events.put(Event(number, job.settings.updates, seconds=seconds))
+        tell(Event(number, job.settings.updates, seconds=seconds))
+
+
+def _work(number: int, job: Job) -> None:
+    attempt(number, job, job.folder, _events.put, _stop.is_set)
 
 
 def run_all(jobs: Sequence[Job], n_workers: int) -> Iterator[Event | None]:
