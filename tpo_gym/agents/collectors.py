@@ -7,6 +7,7 @@ it returns ``False``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -246,15 +247,27 @@ def collect_all_actions(
     scores = one_hot_scores(index, step.rewards - subtracted, log_policy.shape[1])
     if not on_step(step):
         return None
-    if merge and action_masks is None:
-        obs, log_policy, scores, index = obs[:1], log_policy[:1], env.mean(scores).unsqueeze(0), None  # type: ignore
-    n_groups, n_actions = scores.shape
-    return GroupRollout(
-        StateCandidates(obs, None, n_groups, n_actions, action_masks=action_masks),
+    rollout = GroupRollout(
+        StateCandidates(obs, None, len(scores), scores.shape[1], action_masks=action_masks),
         log_policy.unsqueeze(-1),
         scores,
         returns=step.rewards,
         behaviour=index,
+    )
+    return merge_contexts(rollout, env.mean) if merge and action_masks is None else rollout
+
+
+def merge_contexts(rollout: GroupRollout, mean: Callable[[Tensor], Tensor]) -> GroupRollout:
+    """One group of all groups of a rollout batch of one context: ``mean`` averages their score vectors."""
+    states = rollout.candidates
+    assert isinstance(states, StateCandidates)
+    first = replace(states, observations=states.observations[:1], n_units=1)  # type: ignore[index]
+    return replace(
+        rollout,
+        candidates=first,
+        old_step_log_probs=rollout.old_step_log_probs[:1],
+        scores=mean(rollout.scores).unsqueeze(0),
+        behaviour=None,
     )
 
 

@@ -214,6 +214,12 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             )
 
     @property
+    def _merges(self) -> bool:
+        """Whether the bandit feedback of a rollout batch becomes a single group."""
+        constant = isinstance(self.observation_space, spaces.Discrete) and self.observation_space.n == 1
+        return constant and self.merges_contexts
+
+    @property
     def _lookahead(self) -> Lookahead:
         return Lookahead(self.lookahead, self.lookahead_deterministic)
 
@@ -228,6 +234,11 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
     def group_weights(self, rollout: GroupRollout, frozen: dict[str, Tensor]) -> Tensor:
         """Weight of each group in the batch's loss, ``(B,)``: the mean over groups."""
         return torch.full((rollout.n_groups,), 1.0 / rollout.n_groups, device=rollout.scores.device)
+
+    @property
+    def may_skip(self) -> bool:
+        """Whether :meth:`wants_update` may refuse a rollout batch; it is not asked where not."""
+        return type(self).wants_update is not GroupAlgorithm.wants_update
 
     def wants_update(self, rollout: GroupRollout) -> bool:
         """Whether to take optimizer steps on this rollout batch."""
@@ -257,7 +268,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self.rollout = rollout
         self._last_obs = self._last_obs if self._last_obs is not None else np.empty(0)
         if isinstance(self._group_env, BatchedGroupEnv):
-            self._record_episodes(rollout)
+            self._record_episodes(rollout.returns[-self._stats_window_size :].tolist())
         callback.on_rollout_end()
         self._boundary, self._updating = None, True
         return True
@@ -270,10 +281,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             and hasattr(env.env, "score_sequences")
         )
         if self.candidate_set == "all_actions":
-            constant = isinstance(self.observation_space, spaces.Discrete) and self.observation_space.n == 1
-            return collectors.collect_all_actions(
-                env, policy, self.baseline, constant and self.merges_contexts, on_step
-            )
+            return collectors.collect_all_actions(env, policy, self.baseline, self._merges, on_step)
         if self.candidate_set == "exact":
             assert isinstance(env, BatchedGroupEnv)
             return collectors.collect_exact(env, policy, self.baseline, on_step)
@@ -293,7 +301,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         frozen = self._frozen = self.freeze(rollout)
         self._unlogged = rollout
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
-        if not self.wants_update(rollout):
+        if self.may_skip and not self.wants_update(rollout):
             return
         weights = self.group_weights(rollout, frozen)
         optimizer, parameters = self.policy.optimizer, list(self.policy.parameters())
@@ -314,8 +322,12 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         mean_loss, norm, entropy = torch.stack(
             [torch.stack(losses).mean(), torch.stack(norms).mean(), torch.stack(entropies).mean()]
         ).tolist()
+        self._record_training(mean_loss, norm, entropy)
+
+    def _record_training(self, loss: float, norm: float, entropy: float) -> None:
+        """Log the means over the epochs."""
         self._check_gradient(norm)
-        self.logger.record("train/loss", mean_loss)
+        self.logger.record("train/loss", loss)
         self.logger.record("train/grad_norm", norm)
         self.logger.record("train/entropy", entropy)
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")

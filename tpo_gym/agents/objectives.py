@@ -377,5 +377,5 @@ def one_hot_scores(actions: Tensor, advantages: Tensor, n_actions: int) -> Tenso
     Returns:
         ``(B, K)``.
     """
-    scores = torch.zeros(actions.shape[0], n_actions, device=advantages.device, dtype=advantages.dtype)
+    scores = advantages.new_zeros(actions.shape[0], n_actions)
     return scores.scatter_(1, actions.unsqueeze(1), advantages.unsqueeze(1))

@@ -109,6 +109,9 @@ class TransformerPolicy(ActorPolicy):
         ValueError: If the spaces are not those of a token task.
     """
 
+    fixed_shapes: bool = False
+    """Compute shared prefixes once per candidate, as on a GPU, also on a CPU: then no shape depends on data."""
+
     def __init__(
         self,
         observation_space: spaces.Space,
@@ -181,7 +184,7 @@ class TransformerPolicy(ActorPolicy):
 
         ``None`` where there is nothing to share, and on devices where shapes that depend on data cost more.
         """
-        if prompts.device.type != "cpu" or tokens.shape[1] == 1 or tokens.shape[2] == 1:
+        if self.fixed_shapes or prompts.device.type != "cpu" or tokens.shape[1] == 1 or tokens.shape[2] == 1:
             return None
         return SharedPrefixes(prompts, tokens, self.layout.vocab_size, self.model.token_table.dtype)
 
@@ -230,7 +233,7 @@ class Decoder:
         self._policy = policy
         self._tree: TreeDecoder | None = None
         self._pending: Tensor | None = None
-        if group_size > 1 and prompts.device.type == "cpu":
+        if group_size > 1 and prompts.device.type == "cpu" and not policy.fixed_shapes:
             self._tree = TreeDecoder(policy.model, prompts, group_size, policy.layout.vocab_size)
             return
         hidden, cache = policy.model(prompts, read_from=prompts.shape[1] - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -55,14 +56,18 @@ class ReportingMixin(BaseAlgorithm):
             "infos": infos,
         }
 
-    def _record_episodes(self, rollout: GroupRollout) -> None:
-        """Put the batch's episodes where SB3 keeps them, as `Monitor` would (only as many as the window holds)."""
+    def _record_episodes(self, returns: Sequence[float]) -> None:
+        """Put the batch's last episodes where SB3 keeps them, as `Monitor` would (no more than the window holds)."""
         assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
         env = self._group_env.env  # type: ignore[attr-defined]
         seconds = round(time.time() - self.start_time / 1e9, 6)
-        for value in rollout.returns[-self._stats_window_size :].tolist():
+        for value in returns:
             self.ep_info_buffer.append({"r": value, "l": env.horizon, "t": seconds})
             self.ep_success_buffer.append(value >= env.max_return)
+
+    @property
+    def _log_is_read(self) -> bool:
+        return type(self.logger) is not Logger or bool(self.logger.output_formats)
 
     def dump_logs(self, iteration: int = 0) -> None:
         """Write the logs of the last update, once after it, and what is known of the episodes so far.
@@ -70,8 +75,8 @@ class ReportingMixin(BaseAlgorithm):
         Args:
             iteration: Rollout batches so far; 0: not logged (SB3's callbacks that log on their own do not know it).
         """
-        if type(self.logger) is Logger and not self.logger.output_formats:
-            self.logger.dump(step=self.num_timesteps)  # nobody reads it: no passes through the network for the log
+        if not self._log_is_read:
+            self.logger.dump(step=self.num_timesteps)  # no passes through the network for the log
             self._unlogged = None
             return
         assert self.ep_info_buffer is not None and self.ep_success_buffer is not None

@@ -164,6 +164,11 @@ class TPO(GroupAlgorithm):
                 'exhaustive and the exact anchor is p_old: use anchor="old".'
             )
 
+    @property
+    def may_skip(self) -> bool:
+        """See ``skip_neutral``."""
+        return self.skip_neutral
+
     def wants_update(self, rollout: GroupRollout) -> bool:
         """Whether any group has a signal, where ``skip_neutral`` asks."""
         return not (self.skip_neutral and bool(objectives.zero_variance(rollout.scores, rollout.voters).all()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -44,6 +44,24 @@ def accumulate_gradients(
     return loss, entropy
 
 
+def batch_loss(
+    model: GroupAlgorithm,
+    policy: Any,
+    rollout: GroupRollout,
+    frozen: dict[str, Tensor],
+    weights: Tensor,
+    units: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``Σ_g weights_g · loss_g - ent_coef · entropy`` of the groups of these units (all: ``None``), and the entropy."""
+    evaluation = rollout.candidates.evaluate(policy, units)
+    losses = model.group_losses(evaluation, _rows(rollout, frozen, units))
+    loss = (losses * rollout.groups_of(weights, units)).sum()
+    if model.ent_coef:
+        share = rollout.share if units is None else rollout.share * len(units) / rollout.candidates.n_units
+        loss = loss - model.ent_coef * share * evaluation.entropy
+    return loss, evaluation.entropy
+
+
 @torch.no_grad()
 def current_log_probs(model: GroupAlgorithm, rollout: GroupRollout) -> Tensor:
     """Log-probabilities of all candidates under the current policy, ``(B, K)``, within the same memory bound."""
@@ -63,14 +81,9 @@ def _rows(rollout: GroupRollout, frozen: dict[str, Tensor], units: Tensor | None
 def _backward(
     model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor, units: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    evaluation = rollout.candidates.evaluate(model.policy, units)
-    losses = model.group_losses(evaluation, _rows(rollout, frozen, units))
-    loss = (losses * rollout.groups_of(weights, units)).sum()
-    if model.ent_coef:
-        share = rollout.share if units is None else rollout.share * len(units) / rollout.candidates.n_units
-        loss = loss - model.ent_coef * share * evaluation.entropy
+    loss, entropy = batch_loss(model, model.policy, rollout, frozen, weights, units)
     loss.backward()
-    return loss.detach(), evaluation.entropy.detach()
+    return loss.detach(), entropy.detach()
 
 
 def _backward_in_parts(
