@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize
 
 import tpo_gym
 from tpo_gym.agents import DG, GRPO, REINFORCE, TPO, CrossEntropy, GroupAlgorithm, ResumeCallback
-from tpo_gym.agents.distributed import distribute, join
+from tpo_gym.agents.distributed import distribute, join, leave
 
 # Plain gradient steps: the keys' biases have no gradient but rounding, which Adam would take for one.
 SMALL = {"d_model": 16, "n_layers": 1, "optimizer_class": torch.optim.SGD}
@@ -202,6 +202,7 @@ def main(folder: Path) -> None:
         model._custom_logger = False
     model.learn(120, callback=ResumeCallback(folder / "checkpoints", every=1))
     torch.save(results, folder / f"results-{rank}.pt")
+    leave()
 
 
 if __name__ == "__main__":

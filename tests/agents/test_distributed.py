@@ -1,5 +1,6 @@
 """Two processes give what one gives: the same numbers up to the rounding of sums, for every kind of rollout batch."""
 
+import contextlib
 import os
 import runpy
 import subprocess
@@ -9,9 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributions import Bernoulli, Categorical, Normal
 
 from tpo_gym import TPO
 from tpo_gym.agents.distributed import distribute, join
+from tpo_gym.agents.exchange import Exchange
+from tpo_gym.agents.shards import SharedNoise
 
 WORKER = Path(__file__).with_name("distributed_worker.py")
 ROOT = WORKER.parents[2]
@@ -123,6 +127,53 @@ def test_one_logger_one_writer_one_end(two):
     assert TPO.__name__ not in files
     model = worker["DG"].resume(folder / "checkpoints", env=worker["tokens"](20))
     assert (model.num_timesteps, model.remaining_timesteps) == (120, 0)
+
+
+class Rank(Exchange):
+    """One of two processes, without the other."""
+
+    def __init__(self, rank):
+        self.rank, self.size = rank, 2
+
+
+DRAWS = {
+    "one of each row": lambda n: torch.multinomial(torch.linspace(1, 2, 5 * n).view(n, 5), 1),
+    "many of each row": lambda n: torch.multinomial(torch.ones(n, 5), 7, replacement=True),
+    "categorical": lambda n: Categorical(logits=torch.zeros(n, 4)).sample(),
+    "normal": lambda n: Normal(torch.zeros(n, 3), torch.ones(n, 3)).rsample(),
+    "bernoulli": lambda n: Bernoulli(logits=torch.zeros(n, 3)).sample(),
+    "by shape": lambda n: torch.rand(n, 3),
+    "in place": lambda n: torch.empty(n, 3).exponential_(),
+    "integers": lambda n: torch.randint(100, (n, 2)),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_processes_draw_their_rows_of_one_stream(name):
+    def draw(n, *modes):
+        torch.manual_seed(0)
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            # Rows that are alike in both processes, so that the results can be put side by side.
+            return DRAWS[name](n), torch.get_rng_state()
+
+    parts = [draw(6, SharedNoise(Rank(rank))) for rank in (0, 1)]
+    noise = SharedNoise(Rank(1))
+    alone, _ = draw(6, noise, noise.paused())
+    assert torch.equal(alone, draw(6)[0])
+    if name == "one of each row":  # its rows differ: those of two processes are twice the same six
+        whole, state = draw_twice(), torch.get_rng_state()
+    else:
+        whole, state = draw(12)
+    assert torch.equal(torch.cat([part for part, _ in parts]), whole)
+    assert all(torch.equal(after, state) for _, after in parts)
+    assert not torch.equal(parts[0][0], parts[1][0])
+
+
+def draw_twice():
+    torch.manual_seed(0)
+    return torch.multinomial(torch.linspace(1, 2, 30).view(6, 5).repeat(2, 1), 1)
 
 
 def test_without_torchrun(monkeypatch):

@@ -23,18 +23,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from stable_baselines3.common.logger import Logger
+from stable_baselines3.common.logger import KVWriter, Logger
 from torch import Tensor
 
 from tpo_gym.agents.exchange import Exchange
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step, VecGroupEnv
 from tpo_gym.agents.resume_state import capture, restore
 from tpo_gym.agents.rollouts import GroupRollout
-from tpo_gym.agents.shards import BatchedPart, SharedNoise, VecPart
+from tpo_gym.agents.shards import BatchedPart, CannotShare, SharedNoise, VecPart
 from tpo_gym.agents.updates import accumulate_gradients, current_log_probs
 
 if TYPE_CHECKING:
@@ -108,11 +108,13 @@ class ManyProcesses(OneProcess):
         """Share the environment and take over the first process's state.
 
         Raises:
-            ValueError: If the environment cannot be shared, or the processes were given different trainings.
+            CannotShare: If the environment cannot be shared, or the processes were given different trainings.
         """
         self._check_agreement(model, total_timesteps)
         if self._part_of is not model._group_env:
             self._part_of, self._part = model._group_env, self._share(model)
+        if any(self._exchange.objects(model._log_is_read)) and not model._log_is_read:
+            model.logger.output_formats.append(_Unread())  # what is logged takes everybody to compute
         here = {"state": capture(model), "parameters": model.get_parameters(), "n_updates": model._n_updates}
         there = self._exchange.from_first(here, torch.device("cpu"))
         if not self.writes:
@@ -139,7 +141,7 @@ class ManyProcesses(OneProcess):
                 different = ", ".join(
                     f"{key} {value} here, {other[key]} there" for key, value in trained.items() if other[key] != value
                 )
-                raise ValueError(
+                raise CannotShare(
                     f"Process {rank} was given another training than process {self._exchange.rank}: {different}."
                 )
 
@@ -149,13 +151,13 @@ class ManyProcesses(OneProcess):
         n_contexts = model.n_envs // per_context
         if n_contexts % size:
             fitting = [n for n in (n_contexts // size * size, (n_contexts // size + 1) * size) if n]
-            raise ValueError(
+            raise CannotShare(
                 f"{n_contexts} contexts per rollout batch cannot be shared equally by {size} processes: make it "
                 f"{' or '.join(map(str, fitting))} (n_contexts, or the number of sub-environments over group_size), or "
                 "start another number of processes."
             )
         if model.lookahead and not model.lookahead_deterministic:
-            raise ValueError(
+            raise CannotShare(
                 "lookahead_deterministic=False draws as many random numbers as copies happen to be alive, which "
                 "several processes cannot share: use lookahead_deterministic=True, or one process."
             )
@@ -216,6 +218,16 @@ class ManyProcesses(OneProcess):
         return self._exchange.tensors({"log_probs": current_log_probs(model, rollout.own)})[0]["log_probs"]
 
 
+class _Unread(KVWriter):
+    """Where a process logs that does not write logs."""
+
+    def write(self, key_values: dict[str, Any], key_excluded: dict[str, tuple[str, ...]], step: int = 0) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def join(device: str = "auto") -> str:
     """Join the processes that ``torchrun`` started: initialize ``torch.distributed`` from its environment variables.
 
@@ -242,6 +254,12 @@ def join(device: str = "auto") -> str:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
     return device
+
+
+def leave() -> None:
+    """Wait for the other processes, then part from them. Just to end can take down those who still talk."""
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def distribute(model: Model) -> Model:

@@ -28,6 +28,11 @@ from tpo_gym.agents.rollouts import Observations
 from tpo_gym.agents.trials import PASSIVE_WRAPPERS, Lookahead, wrappers_of
 from tpo_gym.envs.batched import BatchedEnv
 
+
+class CannotShare(ValueError):
+    """Several processes cannot train what they were given; the message says why, and what to do."""
+
+
 REPORTED = ("episode", "is_success", "TimeLimit.truncated")
 """What other processes hear of a step's infos."""
 
@@ -164,20 +169,20 @@ class VecPart:
         noise: Paused while the environment acts.
 
     Raises:
-        ValueError: If the environment cannot be shared.
+        CannotShare: If the environment cannot be shared.
     """
 
     def __init__(self, whole: VecGroupEnv, exchange: Exchange, noise: SharedNoise) -> None:
         base: Any = whole.env.unwrapped
         if not isinstance(base, GroupVecEnv):
-            raise ValueError(
+            raise CannotShare(
                 f"Several processes cannot share a {type(base).__name__}: pass the environment's id or one gym.Env, of "
                 "which each process then runs its own copies."
             )
         for wrapper in wrappers_of(whole.env):
             if not isinstance(wrapper, (VecTransposeImage, *PASSIVE_WRAPPERS)):
                 reason = " Its statistics would be those of one process." if isinstance(wrapper, VecNormalize) else ""
-                raise ValueError(
+                raise CannotShare(
                     f"Several processes cannot share an environment in {type(wrapper).__name__}.{reason} Wrap the "
                     "single environment instead."
                 )
