@@ -55,6 +55,7 @@ NAMES = {
 GROWTH = [(10, 10, 10), (32, 32, 10), (100, 100, 10), (316, 316, 10)]
 """B, K, H with products of about 10^3 to 10^6."""
 GROWTH_BATCH = 2048
+SECTIONS = ("cases", "learn", "profile", "environments", "growth")
 
 
 class Process:
@@ -175,6 +176,41 @@ def through_learn(case: str, rounds: int) -> dict[str, Any]:
     return {"seconds": times}
 
 
+KINDS = {
+    "matrix products": ("addmm", "aten::mm", "bmm", "matmul"),
+    "attention": ("scaled_dot_product",),
+    "GELU": ("gelu",),
+    "layer norm": ("layer_norm",),
+    "gather, scatter, copy, concatenate": ("index", "embedding", "copy_", "cat", "gather", "scatter", "unique", "sort"),
+    "optimizer": ("Optimizer", "adam", "lerp"),
+}
+
+
+def profile(case: str) -> dict[str, float]:
+    """Milliseconds of an update by kind of operation, from torch's profiler, on one thread.
+
+    Shares of the profiled time are applied to the time without the profiler, which costs time itself.
+    """
+    import torch
+    from torch.profiler import profile as torch_profile
+
+    torch.set_num_threads(1)
+    model = sides.mnist_model() if case in sides.MNIST_CASES else sides.token_model(case)
+    update, n = sides.bare(model), 3
+    update(n)
+    seconds = min(update(n) for _ in range(3))
+    with torch_profile() as profiler:
+        start = time.perf_counter()
+        update(n)
+        profiled = time.perf_counter() - start
+    found: dict[str, float] = dict.fromkeys([*KINDS, "other operations"], 0.0)
+    for event in profiler.key_averages():
+        kind = next((k for k, words in KINDS.items() if any(word in event.key for word in words)), "other operations")
+        found[kind] += event.self_cpu_time_total / 1e6
+    found["Python, between operations"] = max(0.0, profiled - sum(found.values()))
+    return {kind: value / profiled * seconds * 1e3 for kind, value in found.items()} | {"sum": seconds * 1e3}
+
+
 def environments() -> dict[str, float]:
     """Steps per second of the batched environments alone, and of SB3's collection over a `DummyVecEnv`'s."""
     import gymnasium as gym
@@ -213,6 +249,12 @@ def _collection_rate(model: Any) -> float:
     for _ in range(5):
         model.collect_rollouts(model.env, callback, model.rollout_buffer, model.n_steps)
     return 5 * model.n_steps * model.n_envs / (time.perf_counter() - start)
+
+
+def _in_fresh_process(case: str) -> dict[str, float]:
+    command = [sys.executable, __file__, "--profile", case]
+    found: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return found
 
 
 def grow(contexts: int, group_size: int, length: int, batch_size: int | None) -> dict[str, Any]:
@@ -271,12 +313,16 @@ def main() -> None:
     parser.add_argument("--artifact-python", default=sys.executable, help="interpreter of its environment")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
     parser.add_argument("--long", action="store_true", help="also average over whole runs (minutes)")
-    parser.add_argument("--only", nargs="*", choices=("cases", "learn", "environments", "growth"))
+    parser.add_argument("--only", nargs="*", choices=SECTIONS)
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    parser.add_argument("--profile", help=argparse.SUPPRESS)
     parser.add_argument("--grow", nargs=4, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.grow:
         _grow_here(*arguments.grow)
+        return
+    if arguments.profile:
+        print(json.dumps(profile(arguments.profile)))
         return
     from benchmark_report import write
 
@@ -284,7 +330,7 @@ def main() -> None:
     results: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     results.update(machine=machine(), matmul_rate=matmul_rate(), date=time.strftime("%Y-%m-%d"))
     artifact = None if arguments.artifact is None else (arguments.artifact_python, arguments.artifact)
-    wanted = arguments.only or ["cases", "learn", "environments", "growth"]
+    wanted = arguments.only or SECTIONS
     cases = arguments.cases or list(NAMES)
 
     def keep(section: str, name: str, value: Any) -> None:
@@ -304,6 +350,9 @@ def main() -> None:
     if "learn" in wanted:
         for case in ("terminal_h10", "tokens_v16", "mnist_1"):
             keep("learn", case, through_learn(case, arguments.rounds))
+    if "profile" in wanted:
+        for case in ("terminal_h10", "tokens_v16", "ppo_h10", "mnist_1"):
+            keep("profile", case, _in_fresh_process(case))
     if "environments" in wanted:
         for name, value in environments().items():
             keep("environments", name, value)

@@ -17,6 +17,7 @@ def write(results: dict[str, Any], out: Path) -> None:
         _cases(results),
         _long(results),
         _learn(results),
+        _profile(results),
         _environments(results),
         _growth(results),
     ]
@@ -43,9 +44,9 @@ def _head(results: dict[str, Any]) -> str:
     return f"""# Benchmark
 
 Made by `scripts/benchmark.py` on {results["date"]}: {m["cpu"]}, {m["cores"]} cores, {rate:.0f} GFLOP/s in float32
-matrix products; Python {m["python"]}, torch {m["torch"]} (CPU). The artifact is the author's JAX code (JeanKaddour/tpo) in an
-environment of its own. Both sides stand ready and take turns; a time is the median, a ratio the median of the ratios of
-the turns, with the smallest and the largest. Not measured on a GPU: none was at hand.
+matrix products; Python {m["python"]}, torch {m["torch"]} (CPU). The artifact is the author's JAX code (JeanKaddour/tpo)
+in an environment of its own. Both sides stand ready and take turns; a time is the median, a ratio the median of the
+ratios of the turns, with the smallest and the largest. Not measured on a GPU: none was at hand.
 """
 
 
@@ -121,6 +122,18 @@ def _learn(results: dict[str, Any]) -> str:
         if rows
         else ""
     )
+
+
+def _profile(results: dict[str, Any]) -> str:
+    from benchmark import NAMES
+
+    columns = results.get("profile", {})
+    if not columns:
+        return ""
+    kinds = list(next(iter(columns.values())))
+    rows = [[kind, *(f"{column[kind]:.1f}" for column in columns.values())] for kind in kinds]
+    note = "\nMilliseconds per update at the start of training, one thread, from torch's profiler.\n"
+    return "## Where the time goes\n\n" + _table(["", *(NAMES[case] for case in columns)], rows) + note
 
 
 def _environments(results: dict[str, Any]) -> str:
