@@ -17,6 +17,7 @@ import torch
 
 for name in ("trl", "peft", "datasets"):
     pytest.importorskip(name, reason="needs the extra llm")
+tiny_model = pytest.importorskip("tpo_gym.llm.tiny").tiny_model
 
 WORKER = Path(__file__).with_name("trl_worker.py")
 TOLERANCE = 1e-6
@@ -246,6 +247,24 @@ def test_groups_are_whole_after_resuming(worker, tmp_path):
     assert len(steps) == 2
     assert trainer.state.global_step == 4
     check(Oracle(worker, [steps], epochs=1), target_po(), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"method": "target_po"}, {"method": "target_po", "num_iterations": 2}, {"method": "grpo"}]
+)
+def test_the_reward_rises(worker, tmp_path, settings):
+    """TRL's engine as it is, from fresh weights: the share of sevens among ten characters."""
+
+    def sevens(completions, **_):
+        return [text.count("7") / 10 for text in completions]
+
+    fresh = tiny_model(worker["TOKENIZER"], hidden_size=32, layers=2, heads=2)
+    common = {"exact": False, "steps": 40, "per_device_train_batch_size": 8, "source": fresh}
+    _, trainer = worker["run"](tmp_path, reward_funcs=sevens, **common, **settings)
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert sum(rewards[:5]) / 5 < 0.2
+    assert sum(rewards[-5:]) / 5 > 0.5
 
 
 def test_trls_own_head(worker, tmp_path):
