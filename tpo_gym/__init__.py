@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         MuonAdamW,
         ResumeCallback,
         TransformerExtractor,
+        train_seeds,
     )
     from tpo_gym.envs.sb3 import make_vec_env
 
@@ -49,6 +50,7 @@ __all__ = [
     "TransformerExtractor",
     "__version__",
     "make_vec_env",
+    "train_seeds",
 ]
 
 # Public name -> module that holds it, imported on first use.

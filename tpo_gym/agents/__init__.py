@@ -8,6 +8,7 @@ from tpo_gym.agents.optimizers import MuonAdamW, NormalizedStep
 from tpo_gym.agents.policies import ActorPolicy, CnnPolicy, MultiInputPolicy, TabularPolicy, TransformerPolicy
 from tpo_gym.agents.policy_gradient import DG, REINFORCE, ClippedPG
 from tpo_gym.agents.rollouts import GroupRollout
+from tpo_gym.agents.seeds import train_seeds
 from tpo_gym.agents.supervised import CrossEntropy
 from tpo_gym.agents.tpo import TPO
 from tpo_gym.agents.transformer import TransformerExtractor
@@ -36,4 +37,5 @@ __all__ = [
     "TabularPolicy",
     "TransformerExtractor",
     "TransformerPolicy",
+    "train_seeds",
 ]

@@ -378,4 +378,4 @@ def one_hot_scores(actions: Tensor, advantages: Tensor, n_actions: int) -> Tenso
         ``(B, K)``.
     """
     scores = advantages.new_zeros(actions.shape[0], n_actions)
-    return scores.scatter_(1, actions.unsqueeze(1), advantages.unsqueeze(1))
+    return scores.scatter(1, actions.unsqueeze(1), advantages.unsqueeze(1))

@@ -1,0 +1,307 @@
+"""What many seeds of one training have together: networks, environment, optimizer steps and random numbers.
+
+Every seed keeps a model of its own. Here its tensors are put beside those of the others, so that one operation does the
+work of all seeds; the numbers are those of a single run, up to the rounding of sums.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+from gymnasium.vector.utils import batch_space
+from stable_baselines3.common.distributions import Distribution
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from tpo_gym.agents.actor import ActorPolicy
+from tpo_gym.agents.group_env import BatchedGroupEnv
+from tpo_gym.agents.optimizers import MuonAdamW
+from tpo_gym.agents.policies import Decoder, TransformerPolicy
+from tpo_gym.agents.resume_state import global_random, set_global_random
+from tpo_gym.agents.transformer import Cache
+from tpo_gym.envs.batched import BatchedEnv
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply ``function`` to all tensors in a tree of tuples, lists and dictionaries."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    return type(tree)(map_tensors(function, value) for value in tree)
+
+
+class _Call(nn.Module):
+    """A policy as a module whose ``forward`` is any function of it: ``functional_call`` knows no other method."""
+
+    def __init__(self, policy: ActorPolicy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self.policy, *args)
+
+
+class Networks:
+    """The seeds' policies as one. Collectors see a policy whose rows are those of all seeds, one seed after the other.
+
+    Args:
+        policies: One per seed, of one architecture.
+    """
+
+    fixed_shapes = True
+
+    def __init__(self, policies: Sequence[ActorPolicy]) -> None:
+        self.n_seeds = len(policies)
+        template = copy(policies[0])
+        if isinstance(template, TransformerPolicy):
+            template.fixed_shapes = True
+            self.layout = template.layout
+        self._call = _Call(template)
+        self._attention = template.device.type == "cpu"
+        self.action_start = template.action_start
+        self.action_dist = template.action_dist
+        weights = [dict(policy.named_parameters(prefix="policy")) for policy in policies]
+        buffers = [dict(policy.named_buffers(prefix="policy")) for policy in policies]
+        self.columns: dict[str, list[Tensor]] = {name: [weight[name] for weight in weights] for name in weights[0]}
+        """Every parameter's tensors, one per seed."""
+        self._buffers = {name: torch.stack([buffer[name] for buffer in buffers]) for name in buffers[0]}
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Take over the models' weights, after a step of their optimizers."""
+        self.weights = {
+            name: torch.stack(column).requires_grad_(column[0].requires_grad) for name, column in self.columns.items()
+        }
+        """Every parameter, ``(S, ...)``."""
+
+    def each(self, function: Callable[..., Any], *trees: Any) -> Any:
+        """``function(policy, *trees)`` of every seed with its weights, at once; tensors are ``(S, ...)``."""
+
+        def one(weights: dict[str, Tensor], *trees: Any) -> Any:
+            return functional_call(self._call, weights, (function, *trees))
+
+        # On a CPU only attention written out in full can be vectorized over the seeds.
+        with sdpa_kernel(SDPBackend.MATH) if self._attention else nullcontext():
+            return vmap(one)({**self.weights, **self._buffers}, *trees)
+
+    def _rows(self, function: Callable[..., Any], *trees: Any) -> Any:
+        split = map_tensors(lambda rows: rows.unflatten(0, (self.n_seeds, -1)), list(trees))
+        return map_tensors(lambda rows: rows.flatten(0, 1), self.each(function, *split))
+
+    # What collectors and the decoder ask of a policy.
+
+    def all_log_probs(self, obs: Tensor) -> Tensor:
+        """See :meth:`ActorPolicy.all_log_probs`."""
+        return self._rows(lambda policy, obs: policy.all_log_probs(obs), obs)
+
+    def action_net(self, hidden: Tensor) -> Tensor:
+        """The action head."""
+        return self._rows(lambda policy, hidden: policy.action_net(hidden), hidden)
+
+    def model(self, tokens: Tensor, past: Cache | None = None, read_from: int = 0) -> tuple[Tensor, Cache]:
+        """The transformer: see :class:`~tpo_gym.agents.transformer.CausalTransformer`."""
+        if past is None:
+            return self._rows(lambda policy, tokens: policy.model(tokens, None, read_from), tokens)
+        return self._rows(lambda policy, tokens, past: policy.model(tokens, past, read_from), tokens, past)
+
+    def decoder(self, prompts: Tensor, group_size: int = 1) -> Decoder:
+        """See :meth:`TransformerPolicy.decoder`."""
+        return Decoder(self, prompts, group_size)  # type: ignore[arg-type]
+
+    generate = TransformerPolicy.generate
+    action_dist: Distribution
+
+
+class JoinedEnv(BatchedGroupEnv):
+    """The seeds' environments as one, whose rows are those of all seeds; contexts are drawn by each seed's own.
+
+    Args:
+        envs: One per seed, just reset, with the same task and arguments.
+        device: Where observations go.
+    """
+
+    def __init__(self, envs: Sequence[BatchedEnv], device: torch.device) -> None:
+        self._envs = envs
+        joined = copy(envs[0])
+        joined.num_envs = len(envs) * envs[0].num_envs
+        joined.observation_space = batch_space(joined.single_observation_space, joined.num_envs)
+        joined.action_space = batch_space(joined.single_action_space, joined.num_envs)
+        joined._generator = torch.Generator(joined.device)  # never drawn from
+        joined._draw_contexts = self._draw_contexts  # type: ignore[method-assign]
+        for name in joined._state_fields:
+            value = getattr(envs[0], name)
+            setattr(joined, name, value.new_empty(joined.num_envs, *value.shape[1:]))
+        states = [env.get_state() for env in envs]
+        joined.set_state(
+            {
+                name: torch.cat([state[name] for state in states])  # type: ignore[misc]
+                if isinstance(value, Tensor) and name != "generator"
+                else value
+                for name, value in states[0].items()
+            }
+        )
+        super().__init__(joined, device)
+
+    def _draw_contexts(self, count: int) -> Tensor:
+        return torch.cat([env._draw_contexts(count // len(self._envs)) for env in self._envs])
+
+    def start_all(self) -> Tensor:
+        contexts = torch.arange(self.num_envs // len(self._envs)).repeat(len(self._envs))
+        return self.env.reset(options={"group_size": 1, "contexts": contexts})[0].to(self.device)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Each seed's mean, once for each of its rows."""
+        own = values.unflatten(0, (len(self._envs), -1))
+        return own.mean(1, keepdim=True).expand_as(own).flatten(0, 1)
+
+    def hand_out(self, wanted: Sequence[bool] | None = None) -> None:
+        """Bring the seeds' own environments (those ``wanted``; ``None``: all) to where this one is."""
+        state, rows = self.env.get_state(), self.num_envs // len(self._envs)
+        for i, env in enumerate(self._envs):
+            if wanted is None or wanted[i]:
+                own = {
+                    name: value[i * rows : (i + 1) * rows] if isinstance(value, Tensor) else value
+                    for name, value in state.items()
+                }
+                env.set_state({**own, "generator": env.get_state()["generator"]})
+
+
+class SeedRandom:
+    """The state of the program's random generators as a single run of this seed would have it.
+
+    Args:
+        device: The device that the policy samples on; its generator is :attr:`generator`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.generator = torch.Generator(device)
+        self._keep()
+
+    def _keep(self) -> None:
+        self._state = global_random()
+        on_cpu = self.generator.device.type == "cpu"
+        self.generator.set_state(torch.get_rng_state() if on_cpu else torch.cuda.get_rng_state(self.generator.device))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Put this state in place, and keep what becomes of it."""
+        set_global_random(self._state)
+        if self.generator.device.type == "cpu":
+            torch.set_rng_state(self.generator.get_state())
+        else:
+            torch.cuda.set_rng_state(self.generator.get_state(), self.generator.device)
+        try:
+            yield
+        finally:
+            self._keep()
+
+
+class SeedNoise(TorchFunctionMode):
+    """While entered, ``torch.multinomial`` draws each seed's rows with that seed's generator.
+
+    Args:
+        generators: One per seed.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self._generators = generators
+        self._active = True
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave alone what is drawn meanwhile."""
+        self._active = False
+        try:
+            yield
+        finally:
+            self._active = True
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._active and func is torch.multinomial and "generator" not in (kwargs or {}):
+            return self._draw(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _draw(self, probabilities: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+        parts = probabilities.chunk(len(self._generators))
+        if num_samples > 1:
+            draws = zip(parts, self._generators, strict=True)
+            return torch.cat([torch.multinomial(p, num_samples, replacement, generator=g) for p, g in draws])
+        # As torch draws a single sample, but without a wait for the device: argmax of p / e, with e exponential.
+        noise = torch.empty_like(probabilities)
+        for part, generator in zip(noise.chunk(len(self._generators)), self._generators, strict=True):
+            part.exponential_(generator=generator)
+        return (probabilities / noise).argmax(-1, keepdim=True)
+
+
+class JointSteps:
+    """One step of all seeds' optimizers, in as few operations as one optimizer takes.
+
+    An optimizer over all seeds' parameters, whose state is the seeds' own. It serves those whose step on a parameter
+    depends on no other parameter; all others step one after the other, and so do optimizers that are watched by hooks.
+
+    Args:
+        optimizers: One per seed.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts: list[list[torch.optim.Optimizer]] = []
+        self._joint: list[torch.optim.Optimizer] = []
+        self._all = optimizers
+        first = optimizers[0]
+        if isinstance(first, MuonAdamW):
+            self._parts = [list(part) for part in zip(*(o._inner for o in optimizers), strict=True)]  # type: ignore
+        elif type(first) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
+            self._parts = [list(optimizers)]
+        self._joint = [_join(part) for part in self._parts]
+        self._shared = False
+
+    def step(self) -> None:
+        """Step where there are gradients."""
+        if not self._joint or any(_is_watched(optimizer) for optimizer in self._all):
+            for optimizer in self._all:
+                if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                    optimizer.step()
+            return
+        for joint, part in zip(self._joint, self._parts, strict=True):
+            for group, own in zip(joint.param_groups, part[0].param_groups, strict=True):
+                group["lr"] = own["lr"]
+            joint.step()
+        if not self._shared:
+            self._share()
+
+    def _share(self) -> None:
+        """Let the optimizers have the state that was made in the first step with each seed's gradients."""
+        self._shared = True
+        for joint, part in zip(self._joint, self._parts, strict=True):
+            for optimizer in part:
+                for p in (p for group in optimizer.param_groups for p in group["params"]):
+                    if p in joint.state:
+                        optimizer.state[p] = joint.state[p]
+                    elif p.requires_grad:
+                        self._shared = False
+
+
+def _join(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    joint = copy(optimizers[0])
+    joint.state = defaultdict(dict)
+    for optimizer in optimizers:
+        joint.state.update(optimizer.state)
+    joint.param_groups = [
+        {**groups[0], "params": [p for group in groups for p in group["params"]]}
+        for groups in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True)
+    ]
+    return joint
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -1,0 +1,390 @@
+"""Many seeds of one training in one process on one device: the networks stacked, everything of a batch at once.
+
+Each seed is an ordinary model with an environment, an optimizer, random numbers and logs of its own, and learns what it
+would have learned alone, up to the rounding of sums. They go through the updates together, by means of
+:mod:`tpo_gym.agents.stack`: the policies of all seeds act, are evaluated and are differentiated in one vectorized call,
+and what an algorithm computes of a rollout batch (``freeze``, ``group_weights``, ``group_losses``, ``diagnostics``) is
+called once, vectorized over the seeds, on the first one's model. So these methods must depend on their arguments and on
+settings alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, fields, replace
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.type_aliases import MaybeCallback
+from torch import Tensor, nn
+from torch.func import vmap
+
+from tpo_gym.agents import collectors
+from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS, native_env
+from tpo_gym.agents.group_algorithm import GroupAlgorithm
+from tpo_gym.agents.group_env import Step
+from tpo_gym.agents.metrics import rollout_metrics
+from tpo_gym.agents.policies import TransformerPolicy
+from tpo_gym.agents.resume_state import capture
+from tpo_gym.agents.rollouts import GroupRollout, StateCandidates, check_scores
+from tpo_gym.agents.stack import JoinedEnv, JointSteps, Networks, SeedNoise, SeedRandom, map_tensors
+from tpo_gym.agents.updates import batch_loss
+
+Tensors = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""The tensors of a rollout batch and of its candidates, ``(S, ...)``."""
+OWN_METHODS = ("learn", "train", "collect_rollouts", "_collect")
+"""What an algorithm may not replace to be stacked, since all seeds go through it together."""
+
+
+def refusal(model: GroupAlgorithm) -> str | None:
+    """Why seeds of this model cannot be stacked; ``None`` where they can."""
+    native, policy = native_env(model.env), model.policy
+    fused = isinstance(policy, TransformerPolicy) and hasattr(native, "score_sequences")
+    replaced = [name for name in OWN_METHODS if getattr(type(model), name) is not getattr(GroupAlgorithm, name)]
+    if replaced:
+        return f"{type(model).__name__} has its own {replaced[0]}"
+    if native is None:
+        return f"{model.env} is not a plain environment of this package"
+    if model.candidate_set not in EXHAUSTIVE_SETS and not fused:
+        return (
+            f"groups are formed of {model.candidate_set!r} with a {type(policy).__name__}, which acts step by step "
+            "(stacked are candidates 'all_actions' and 'exact', and token tasks with a TransformerPolicy)"
+        )
+    if model.batch_size is not None:
+        return f"batch_size={model.batch_size} would split a batch"
+    for module in policy.modules():
+        if isinstance(module, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)):
+            return f"the policy has a {type(module).__name__}, which draws or keeps something in training"
+    return None
+
+
+@dataclass(eq=False)
+class Run:
+    """One seed's model and what belongs to it alone."""
+
+    seed: int
+    model: GroupAlgorithm
+    random: SeedRandom
+    callback: BaseCallback
+    watched: bool
+    """Whether somebody listens to the callback."""
+    stopped: bool = False
+    """Whether the callback ended the training."""
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name the seed in errors of its own."""
+        try:
+            yield
+        except (ValueError, FloatingPointError) as error:
+            raise type(error)(f"Seed {self.seed}: {error}") from error
+
+
+class _Logs:
+    """A logger that records for all seeds."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self._loggers = [run.model.logger for run in runs]
+
+    def record(self, *args: Any, **kwargs: Any) -> None:
+        for logger in self._loggers:
+            logger.record(*args, **kwargs)
+
+
+def _tensors_of(rollout: GroupRollout) -> Tensors:
+    def of(part: Any) -> dict[str, Tensor]:
+        return {f.name: v for f in fields(part) if f.init and isinstance(v := getattr(part, f.name), Tensor)}
+
+    return of(rollout), of(rollout.candidates)
+
+
+class Stack:
+    """Runs that go through their updates together.
+
+    Args:
+        runs: The runs, set up for training.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        models = [run.model for run in runs]
+        device = models[0].device
+        self.networks = Networks([model.policy for model in models])
+        self.env = JoinedEnv([native_env(model.env) for model in models], device)  # type: ignore[misc]
+        self._noise = SeedNoise([run.random.generator for run in runs])
+        self._steps = JointSteps([model.policy.optimizer for model in models])
+        self._lead = models[0]
+        self._template: GroupRollout | None = None
+
+    def update(self, log: bool) -> None:
+        """Collect a rollout batch of every seed, fit the policies, and write the logs if ``log``."""
+        self._collect()
+        for run in self.runs:
+            if not run.stopped:
+                run.model._iteration += 1
+                run.model._update_current_progress_remaining(run.model.num_timesteps, run.model._total_timesteps)
+        if all(run.stopped for run in self.runs):
+            return
+        self._lead = copy(self._lead_run.model)
+        self._lead._logger = _Logs([run for run in self.runs if not run.stopped])  # type: ignore[assignment]
+        self._train()
+        if log:
+            self._dump_logs()
+        for run in self.runs:
+            if not run.stopped:
+                run.model._updating = False
+
+    @property
+    def _lead_run(self) -> Run:
+        return next(run for run in self.runs if not run.stopped)
+
+    # Collecting.
+
+    def _collect(self) -> None:
+        if any(run.watched for run in self.runs):
+            self.env.hand_out([run.watched for run in self.runs])
+        for run in self.runs:
+            run.model.policy.set_training_mode(False)
+            if run.watched:
+                with run.random.entered():
+                    run.model._boundary = capture(run.model)
+                    run.callback.on_rollout_start()
+        rewards: list[Tensor] = []
+
+        def on_step(step: Step) -> bool:
+            rewards.append(step.rewards)
+            for i, run in enumerate(self.runs):
+                if not run.stopped:
+                    run.model.num_timesteps += step.interactions // len(self.runs)
+                    if run.watched:
+                        self._call_back(i, step, rewards)
+            return not all(run.stopped for run in self.runs)
+
+        with self._noise:
+            rollout = self._candidates(on_step)
+        if rollout is None:
+            return
+        self._tensors = self._split(rollout)
+        self._check_scores()
+        own, _ = self._tensors
+        returns = own["returns"][:, -self._lead._stats_window_size :].tolist()
+        for i, run in enumerate(self.runs):
+            if run.stopped:
+                continue
+            run.model._last_obs = run.model._last_obs if run.model._last_obs is not None else np.empty(0)
+            run.model._record_episodes(returns[i])
+            if run.watched:
+                run.model.rollout = self.rollout(i)
+                with run.random.entered():
+                    run.callback.on_rollout_end()
+            run.model._boundary, run.model._updating = None, True
+
+    def _candidates(self, on_step: collectors.OnStep) -> GroupRollout | None:
+        lead, env, networks = self._lead, self.env, self.networks
+        policy: Any = networks
+        if lead.candidate_set == "all_actions":
+            return collectors.collect_all_actions(env, policy, lead.baseline, False, on_step)
+        if lead.candidate_set == "exact":
+            return collectors.collect_exact(env, policy, lead.baseline, on_step)
+        collect = collectors.collect_tokens if lead.candidate_set == "actions" else collectors.collect_sequences
+        return collect(env, policy, lead.group_size, on_step)
+
+    def _call_back(self, i: int, step: Step, rewards: list[Tensor]) -> None:
+        run, n_rows = self.runs[i], self.env.num_envs // len(self.runs)
+        rows = slice(i * n_rows, (i + 1) * n_rows)
+        own = Step(step.observations[rows], step.rewards[rows], step.dones[rows], None, 0)  # type: ignore[index]
+        with self._noise.paused(), run.random.entered():
+            run.callback.update_locals(run.model._step_locals(own, [values[rows] for values in rewards]))
+            run.stopped = not run.callback.on_step()
+
+    def _split(self, rollout: GroupRollout) -> Tensors:
+        """The tensors of each seed's part, ``(S, ...)``; what the seeds have in common becomes the template."""
+        n, candidates = len(self.runs), rollout.candidates
+        tensors: Tensors = map_tensors(lambda value: value.unflatten(0, (n, -1)), _tensors_of(rollout))
+        if isinstance(candidates, StateCandidates):
+            rollout = replace(rollout, candidates=replace(candidates, n_units=candidates.n_units // n))
+        self._template = rollout
+        if not (self._lead._merges and self._lead.candidate_set == "all_actions"):
+            return tensors
+        merged: list[GroupRollout] = []
+
+        def merge(*tensors: Any) -> Tensors:
+            merged.append(collectors.merge_contexts(self._rebuild(tensors), lambda values: values.mean(0)))
+            return _tensors_of(merged[0])
+
+        tensors = vmap(merge)(*tensors)
+        self._template = merged[0]
+        return tensors
+
+    def _rebuild(self, tensors: Any) -> GroupRollout:
+        """A rollout batch from its tensors."""
+        template = self._template
+        assert template is not None
+        kind: Any = type(template.candidates)
+        # Made anew rather than by `replace`, because a batch of sequences remembers what it computed.
+        constants = {f.name: getattr(template.candidates, f.name) for f in fields(kind) if not f.name.startswith("_")}
+        return replace(template, **tensors[0], candidates=kind(**{**constants, **tensors[1]}))
+
+    def rollout(self, i: int) -> GroupRollout:
+        """The last rollout batch of one run."""
+        return self._rebuild(map_tensors(itemgetter(i), self._tensors))
+
+    def _check_scores(self) -> None:
+        scores = self._tensors[0]["scores"]
+        if not bool(torch.isfinite(scores).all()):
+            for run, own in zip(self.runs, scores, strict=True):
+                with run.named():
+                    check_scores(own)
+
+    # Training.
+
+    def _train(self) -> None:
+        lead, live = self._lead, [not run.stopped for run in self.runs]
+        for i, run in enumerate(self.runs):
+            if live[i]:
+                model = run.model
+                model.policy.set_training_mode(True)
+                model._update_learning_rate(model.policy.optimizer)
+                model.logger.record("train/n_updates", model._n_updates, exclude="tensorboard")
+                live[i] = not lead.may_skip or model.wants_update(self.rollout(i))
+        self._frozen = vmap(lambda *tensors: lead.freeze(self._rebuild(tensors)))(*self._tensors)
+        for i, run in enumerate(self.runs):
+            if run.watched:
+                run.model._frozen = map_tensors(itemgetter(i), self._frozen)
+        if not any(live):
+            return
+        weigh = vmap(lambda own, candidates, frozen: lead.group_weights(self._rebuild((own, candidates)), frozen))
+        weights = weigh(*self._tensors, self._frozen)
+        epochs = [self._epoch(weights, live) for _ in range(lead.n_epochs)]
+        # The only transfer to the host in an update.
+        means = torch.stack([torch.stack(values).mean(0) for values in zip(*epochs, strict=True)], 1).tolist()
+        for run, own, trained in zip(self.runs, means, live, strict=True):
+            if trained:
+                with run.named():
+                    run.model._record_training(own[0], own[1], own[2])
+                run.model.logger.record("train/n_updates", run.model._n_updates, exclude="tensorboard")
+
+    def _epoch(self, weights: Tensor, live: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        """One optimizer step of every seed that is ``live``; returns losses, gradient norms and entropies, ``(S,)``."""
+        lead, networks = self._lead, self.networks
+
+        def loss_of(policy: Any, own: Any, candidates: Any, frozen: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
+            return batch_loss(lead, policy, self._rebuild((own, candidates)), frozen, weights)
+
+        losses, entropies = networks.each(loss_of, *self._tensors, self._frozen, weights)
+        trained = {name: value for name, value in networks.weights.items() if value.requires_grad}
+        found = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
+        # Fused optimizers walk through memory, whatever the strides are, so gradients must lie as their parameters do.
+        gradients = {name: value.contiguous() for name, value in zip(trained, found, strict=True) if value is not None}
+        norms = torch.stack([value.flatten(1).norm(dim=1) for value in gradients.values()]).norm(dim=0)
+        if lead.max_grad_norm is not None:
+            scale = (lead.max_grad_norm / (norms + 1e-6)).clamp(max=1)  # as torch.nn.utils.clip_grads_with_norm_
+            for value in gradients.values():
+                value.mul_(scale.view(-1, *[1] * (value.ndim - 1)))
+        if norms.is_cpu:  # elsewhere that would wait for the device: checked after the epochs
+            for run, norm, trains in zip(self.runs, norms.tolist(), live, strict=True):
+                if trains:
+                    with run.named():
+                        run.model._check_gradient(norm)
+        for name, column in networks.columns.items():
+            parts = gradients[name].unbind(0) if name in gradients else [None] * len(column)
+            for parameter, part, trains in zip(column, parts, live, strict=True):
+                parameter.grad = part if trains else None
+        self._steps.step()
+        networks.refresh()
+        for run, trains in zip(self.runs, live, strict=True):
+            run.model._n_updates += trains
+        return losses.detach(), norms, entropies.detach()
+
+    # Logging.
+
+    @torch.no_grad()
+    def _dump_logs(self) -> None:
+        live = [run for run in self.runs if not run.stopped]
+        if any(run.model._log_is_read for run in live):
+            lead, max_return = self._lead, self.env.env.max_return
+            names: list[str] = []
+
+            def metrics(policy: Any, own: Any, candidates: Any, frozen: Any) -> Tensor:
+                rollout = self._rebuild((own, candidates))
+                log_probs = rollout.candidates.evaluate(policy).log_probs
+                values = {**rollout_metrics(rollout, max_return), **lead.diagnostics(log_probs, frozen)}
+                names[:] = values
+                return torch.stack(list(values.values()))
+
+            table = self.networks.each(metrics, *self._tensors, self._frozen).tolist()
+            for run, values in zip(self.runs, table, strict=True):
+                if not run.stopped:
+                    for name, value in zip(names, values, strict=True):
+                        run.model.logger.record(name, value)
+        for run in live:
+            run.model.dump_logs(run.model._iteration)
+
+
+def train_stacked(
+    seeds: Sequence[int],
+    models: Sequence[tuple[GroupAlgorithm, SeedRandom]],
+    total_timesteps: int,
+    callbacks: Sequence[MaybeCallback],
+    log_interval: int | None,
+    names: Sequence[str],
+    progress_bar: bool,
+) -> None:
+    """Train all models together; see :func:`tpo_gym.agents.seeds.train_seeds`.
+
+    Args:
+        seeds: The seeds.
+        models: One per seed, with the random state that making it left.
+        total_timesteps: Interactions of each.
+        callbacks: One per seed, or ``None``.
+        log_interval: Rollout batches between logs; ``None``: never.
+        names: Names of the TensorBoard runs.
+        progress_bar: Show a progress bar, that of the first seed.
+    """
+    runs: list[Run] = []
+    stack: Stack | None = None
+    try:
+        for i, (seed, (model, random)) in enumerate(zip(seeds, models, strict=True)):
+            bar = progress_bar and i == 0
+            with random.entered():
+                total, callback = model._setup_learn(total_timesteps, callbacks[i], True, names[i], bar)
+                runs.append(Run(seed, model, random, callback, bar or callbacks[i] is not None))
+                callback.on_training_start({"self": model, "total_timesteps": total}, {})
+        active = runs
+        while active:
+            stack = Stack(active)
+            while (remaining := [run for run in active if _goes_on(run)]) == active:
+                iteration = active[0].model._iteration + 1
+                stack.update(log_interval is not None and iteration % log_interval == 0)
+            stack.env.hand_out()
+            for i, run in enumerate(active):
+                if not _goes_on(run):
+                    _finish(run, None if run.stopped else stack.rollout(i))
+            active = remaining
+    except KeyboardInterrupt:
+        if stack is not None:
+            stack.env.hand_out()
+        for run in runs:
+            run.model.logger.dump(step=run.model.num_timesteps)
+            with run.random.entered():
+                run.callback.on_training_end()  # closes the progress bar
+        raise
+
+
+def _goes_on(run: Run) -> bool:
+    return not run.stopped and run.model.num_timesteps < run.model._total_timesteps
+
+
+def _finish(run: Run, rollout: GroupRollout | None) -> None:
+    """End a run and leave its model as a loaded one, which goes on by ``learn`` as if it had never stopped."""
+    model = run.model
+    model.rollout = rollout
+    with run.random.entered():
+        run.callback.on_training_end()
+        model._pending = model._boundary or capture(model)
+    model._boundary, model._reseed = None, True
