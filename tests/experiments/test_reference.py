@@ -27,9 +27,10 @@ def assert_within_three_errors(
     Of sampled misalignments, whose points are independent from update to update, one in 30 may lie beyond, by less than
     another error: of 248 independent points 0.7 do on average.
     """
-    distance = np.abs(mean - stored["mean"]) / (np.hypot(error, stored["se"]) + ROUNDING / 3)
+    theirs = np.atleast_1d(stored["mean"])
+    distance = np.abs(mean - theirs) / (np.hypot(error, stored["se"]) + ROUNDING / 3)
     worst = int(distance.argmax())
-    message = f"{what}, point {worst}: {mean[worst]} against {stored['mean'][worst]}, {distance[worst]:.2f} errors"
+    message = f"{what}, point {worst}: {mean[worst]} against {theirs[worst]}, {distance[worst]:.2f} errors"
     assert (distance > 3).mean() <= (1 / 30 if sampled else 0), message
     assert distance.max() <= 4, message
 

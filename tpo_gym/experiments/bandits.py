@@ -122,6 +122,9 @@ MNIST = Experiment(
     notes=(
         "The paper labels a measurement made after n steps with n - 200: its 1,600 and 2,200 steps to 5 % are 1,800 "
         "and 2,400 here.",
+        "PG, GRPO and Group PG can overlook a whole digit for thousands of updates, which costs a tenth of the test "
+        "images; their mean depends on how many seeds still do at the end. The author's artifact on 20 seeds gives "
+        "4.8, 5.2 and 4.8 % (standard errors 0.5, 0.4 and 0.6), less than the paper too.",
     ),
     quick={"seeds": 2, "changes": {"updates": 1000, "evaluate_every": 100}},
     metric_labels={"error": "test error"},
