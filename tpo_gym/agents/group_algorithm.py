@@ -32,6 +32,7 @@ from tpo_gym.agents.env_setup import (
     pick_candidates,
 )
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step, VecGroupEnv
+from tpo_gym.agents.mail import Mail
 from tpo_gym.agents.policies import (
     ActorPolicy,
     CnnPolicy,
@@ -159,6 +160,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         )
         self.rollout: GroupRollout | None = None
         self._unlogged: GroupRollout | None = None  # the rollout batch whose update has not been logged yet
+        self._mail = Mail()
         self._seed_rng = np.random.default_rng(seed)
         if _init_setup_model:
             self._setup_model()
@@ -264,11 +266,12 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         rollout = self._processes.collect(self, on_step)
         if rollout is None:
             return False
-        check_scores(rollout.scores)
+        finite = torch.isfinite(rollout.scores).all()
+        self._mail.post(finite, lambda fine: None if fine[0] else check_scores(rollout.scores))
         self.rollout = rollout
         self._last_obs = self._last_obs if self._last_obs is not None else np.empty(0)
         if isinstance(self._group_env, BatchedGroupEnv):
-            self._record_episodes(rollout.returns[-self._stats_window_size :].tolist())
+            self._mail.post(rollout.returns[-self._stats_window_size :], self._record_episodes)
         callback.on_rollout_end()
         self._boundary, self._updating = None, True
         return True
@@ -312,17 +315,14 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
             if self.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norms[-1])
-            if norms[-1].device.type == "cpu":  # elsewhere that would wait for the device: checked after the epochs
+            if norms[-1].is_cpu:  # elsewhere that would wait for the device: checked after the epochs
                 self._check_gradient(float(norms[-1]))
             optimizer.step()
             losses.append(loss)
             entropies.append(entropy)
             self._n_updates += 1
-        # The only transfer to the host in an update.
-        mean_loss, norm, entropy = torch.stack(
-            [torch.stack(losses).mean(), torch.stack(norms).mean(), torch.stack(entropies).mean()]
-        ).tolist()
-        self._record_training(mean_loss, norm, entropy)
+        means = torch.stack([torch.stack(losses).mean(), torch.stack(norms).mean(), torch.stack(entropies).mean()])
+        self._mail.post(means, lambda numbers: self._record_training(*numbers))
 
     def _record_training(self, loss: float, norm: float, entropy: float) -> None:
         """Log the means over the epochs."""
@@ -375,6 +375,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
                 self.train()
                 if log_interval is not None and self._iteration % log_interval == 0:
                     self.dump_logs(self._iteration)
+                self._mail.deliver()
                 self._updating = False
         except KeyboardInterrupt:
             self.logger.dump(step=self.num_timesteps)
@@ -414,7 +415,15 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         return ["policy", "policy.optimizer"], []
 
     def _excluded_save_params(self) -> list[str]:
-        return [*super()._excluded_save_params(), "rollout", "_group_env", "_frozen", "_unlogged", "_processes"]
+        return [
+            *super()._excluded_save_params(),
+            "rollout",
+            "_group_env",
+            "_frozen",
+            "_unlogged",
+            "_mail",
+            "_processes",
+        ]
 
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:

@@ -17,6 +17,7 @@ from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.env_setup import native_env
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step
 from tpo_gym.agents.infos import EpisodeInfos, as_numpy
+from tpo_gym.agents.mail import Mail
 from tpo_gym.agents.metrics import approximate_kl, rollout_metrics
 from tpo_gym.agents.rollouts import GroupRollout
 
@@ -32,6 +33,7 @@ class ReportingMixin(BaseAlgorithm):
     _frozen: dict[str, Tensor]
     _unlogged: GroupRollout | None
     _processes: OneProcess
+    _mail: Mail
 
     def diagnostics(self, log_probs: Tensor, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Scalars to log after the last epoch, by their full key.
@@ -65,6 +67,10 @@ class ReportingMixin(BaseAlgorithm):
             self.ep_info_buffer.append({"r": value, "l": env.horizon, "t": seconds})
             self.ep_success_buffer.append(value >= env.max_return)
 
+    def _record_all(self, names: Sequence[str], values: Sequence[float]) -> None:
+        for name, value in zip(names, values, strict=True):
+            self.logger.record(name, value)
+
     @property
     def _log_is_read(self) -> bool:
         return type(self.logger) is not Logger or bool(self.logger.output_formats)
@@ -76,6 +82,7 @@ class ReportingMixin(BaseAlgorithm):
             iteration: Rollout batches so far; 0: not logged (SB3's callbacks that log on their own do not know it).
         """
         if not self._log_is_read:
+            self._mail.deliver()
             self.logger.dump(step=self.num_timesteps)  # no passes through the network for the log
             self._unlogged = None
             return
@@ -86,9 +93,9 @@ class ReportingMixin(BaseAlgorithm):
             metrics.update(
                 self.diagnostics(self._processes.log_probs(cast("GroupAlgorithm", self), self.rollout), self._frozen)
             )
-            for name, value in zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True):
-                self.logger.record(name, value)
+            self._mail.post(torch.stack(list(metrics.values())), lambda values: self._record_all(list(metrics), values))
             self._unlogged = None
+        self._mail.deliver()
         if len(self.ep_info_buffer) > 0:
             self.logger.record("rollout/ep_rew_mean", safe_mean([info["r"] for info in self.ep_info_buffer]))
             self.logger.record("rollout/ep_len_mean", safe_mean([info["l"] for info in self.ep_info_buffer]))
