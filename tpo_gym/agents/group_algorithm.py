@@ -315,7 +315,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
             if self.max_grad_norm is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norms[-1])
-            if norms[-1].is_cpu:  # elsewhere that would wait for the device: checked after the epochs
+            if self._mail.is_here(norms[-1]):  # elsewhere that would wait for the device: checked after the epochs
                 self._check_gradient(float(norms[-1]))
             optimizer.step()
             losses.append(loss)
