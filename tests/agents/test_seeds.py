@@ -12,7 +12,7 @@ from torch import nn
 
 import tpo_gym
 from tpo_gym.agents import DG, GRPO, TPO, CrossEntropy, NormalizedStep, ResumeCallback, TransformerPolicy, train_seeds
-from tpo_gym.agents.seeds import Recipe
+from tpo_gym.agents.seeds import Recipe, _stacking_pays
 
 SEEDS = [3, 1]
 SGD = {"optimizer_class": torch.optim.SGD}
@@ -410,6 +410,15 @@ def test_workers_train_what_cannot_be_stacked_and_name_a_seed_that_fails():
         train_seeds(
             TPO, "tpo_gym/Bandit-v0", [0, 1], total_timesteps=500, callback=failing, backend="workers", n_workers=1
         )
+
+
+def test_auto_follows_the_measurement():
+    table = TPO("TabularPolicy", bandit(), seed=0)
+    sequences = TPO("TransformerPolicy", tokens(), group_size=4, seed=0)
+    assert _stacking_pays(table, 20, 2)
+    assert not _stacking_pays(table, 4, 2)
+    assert not _stacking_pays(table, 20, 8)
+    assert not _stacking_pays(sequences, 20, 2)
 
 
 def test_exports():

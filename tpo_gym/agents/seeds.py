@@ -22,6 +22,7 @@ from stable_baselines3.common.type_aliases import MaybeCallback
 from stable_baselines3.common.utils import get_device
 from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
 
+from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.resume_state import preserved_random
@@ -30,6 +31,8 @@ from tpo_gym.agents.stacked import refusal, train_stacked
 
 Model = TypeVar("Model", bound=GroupAlgorithm)
 BACKENDS = ("auto", "stacked", "workers")
+STACKED_SEEDS, STACKED_WORKERS = 8, 2
+"""On a CPU bandits are stacked from so many seeds on, where there would be no more than so many workers."""
 REPORT_SECONDS = 0.5
 """Time between two looks at the workers."""
 
@@ -104,8 +107,9 @@ def train_seeds(
             single run up to the rounding of sums. For candidates ``"all_actions"`` and ``"exact"`` on bandits of this
             package, and token tasks with a ``TransformerPolicy``. ``"workers"``: processes with one thread each, for
             everything; a seed equals its single run with one thread exactly. A program that is run as a script then
-            needs ``if __name__ == "__main__":``. ``"auto"``: workers, but stacked where that was measured to be faster:
-            on a GPU, and for small networks on bandits; see docs/results/train_seeds.md.
+            needs ``if __name__ == "__main__":``. ``"auto"``: stacked on a GPU where that serves; on a CPU workers, but
+            for 8 seeds and more of a bandit where there are no more than two processors: measured, see
+            docs/results/train_seeds.md.
         n_workers: Processes; ``None``: one per processor.
         **kwargs: Arguments of the algorithm, without ``seed``.
 
@@ -136,7 +140,9 @@ def train_seeds(
         reason = refusal(first)
         if backend == "stacked" and reason is not None:
             raise ValueError(f'backend="stacked" cannot train these seeds: {reason}. Use backend="workers".')
-        if backend == "stacked" or (backend == "auto" and reason is None and _stacking_pays(first)):
+        if backend == "stacked" or (
+            backend == "auto" and reason is None and _stacking_pays(first, len(chosen), n_workers or _processors())
+        ):
             models = [(first, SeedRandom(first.device))]
             for seed in chosen[1:]:
                 model = recipe.make_model(seed)
@@ -185,9 +191,11 @@ def _check(
     return [int(seed) for seed in chosen]
 
 
-def _stacking_pays(model: GroupAlgorithm) -> bool:
+def _stacking_pays(model: GroupAlgorithm, n_seeds: int, n_workers: int) -> bool:
     """Whether stacking these seeds is faster than workers: measured, see docs/results/train_seeds.md."""
-    return model.device.type != "cpu"
+    if model.device.type != "cpu":
+        return True
+    return model.candidate_set in EXHAUSTIVE_SETS and n_seeds >= STACKED_SEEDS and n_workers <= STACKED_WORKERS
 
 
 # Workers.

@@ -93,6 +93,10 @@ class Networks:
         with sdpa_kernel(SDPBackend.MATH) if self._attention else nullcontext():
             return vmap(one)({**self.weights, **self._buffers}, *trees)
 
+    def set_training_mode(self, mode: bool) -> None:
+        """See :meth:`ActorPolicy.set_training_mode`."""
+        self._call.policy.set_training_mode(mode)
+
     def _rows(self, function: Callable[..., Any], *trees: Any) -> Any:
         split = map_tensors(lambda rows: rows.unflatten(0, (self.n_seeds, -1)), list(trees))
         return map_tensors(lambda rows: rows.flatten(0, 1), self.each(function, *split))

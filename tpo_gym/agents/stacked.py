@@ -146,10 +146,10 @@ class Stack:
     # Collecting.
 
     def _collect(self) -> None:
+        self.networks.set_training_mode(False)
         if any(run.watched for run in self.runs):
             self.env.hand_out([run.watched for run in self.runs])
         for run in self.runs:
-            run.model.policy.set_training_mode(False)
             if run.watched:
                 with run.random.entered():
                     run.model._boundary = capture(run.model)
@@ -245,10 +245,10 @@ class Stack:
 
     def _train(self) -> None:
         lead, live = self._lead, [not run.stopped for run in self.runs]
+        self.networks.set_training_mode(True)
         for i, run in enumerate(self.runs):
             if live[i]:
                 model = run.model
-                model.policy.set_training_mode(True)
                 model._update_learning_rate(model.policy.optimizer)
                 model.logger.record("train/n_updates", model._n_updates, exclude="tensorboard")
                 live[i] = not lead.may_skip or model.wants_update(self.rollout(i))
