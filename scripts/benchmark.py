@@ -28,7 +28,7 @@ import benchmark_sides as sides
 import numpy as np
 
 UPDATES = {"terminal_h10": 8, "terminal_h8": 2, "tokens_v16": 15, "dg_h10": 40, "ppo_h10": 20}
-UPDATES |= {"mnist_1": 1000, "mnist_20": 500}
+UPDATES |= {"mnist_1": 1000, "mnist_20": 1000}
 LONG = {"terminal_h10": 2000, "terminal_h8": 1000}
 TARGETS = {
     "terminal_h10": 4,
@@ -344,7 +344,7 @@ def main() -> None:
             export_mnist(data)
         for case in cases if "cases" in wanted else ():
             if case in TABULAR:
-                keep("cases", case, whole_process(case, min(3, arguments.rounds), artifact))
+                keep("cases", case, whole_process(case, arguments.rounds, artifact))
             else:
                 keep("cases", case, compare(case, arguments.rounds, artifact, data, arguments.long))
     if "learn" in wanted:
