@@ -171,11 +171,11 @@ class TransformerPolicy(ActorPolicy):
         decoder = self.decoder(prompts, group_size)
         tokens, log_probs = [], []
         for _ in range(self.layout.sequence_length):
-            distribution = decoder.distribution()
-            token = distribution.get_actions(deterministic=deterministic)
-            tokens.append(token)
-            log_probs.append(distribution.log_prob(token))
-            decoder.append(token)
+            choices = torch.log_softmax(decoder.logits(), dim=-1)
+            token = choices.argmax(1, keepdim=True) if deterministic else torch.multinomial(choices.exp(), 1)
+            log_probs.append(choices.gather(1, token))
+            tokens.append(token.squeeze(1))
+            decoder.append(tokens[-1])
         shape = (prompts.shape[0], group_size, self.layout.sequence_length)
         return torch.stack(tokens, 1).view(shape), torch.stack(log_probs, 1).view(shape)
 
@@ -246,6 +246,10 @@ class Decoder:
 
     def distribution(self) -> Distribution:
         """Distribution of every completion's next token."""
+        return self._policy.action_dist.proba_distribution(self.logits())
+
+    def logits(self) -> Tensor:
+        """Logits of every completion's next token, ``(B * K, V)`` float32."""
         if self._pending is not None:  # delayed until it is asked for: the last token of a completion is never computed
             if self._tree is not None:
                 self._tree.append(self._pending)
@@ -254,7 +258,5 @@ class Decoder:
                 self._last = hidden[:, -1]
             self._pending = None
         if self._tree is not None:
-            logits = self._policy.action_net(self._tree.hidden).float()[self._tree.tree.node_of]
-        else:
-            logits = self._policy.action_net(self._last).float()
-        return self._policy.action_dist.proba_distribution(logits)
+            return self._policy.action_net(self._tree.hidden).float()[self._tree.tree.node_of]
+        return self._policy.action_net(self._last).float()

@@ -101,7 +101,7 @@ class TreeDecoder:
         tree, model, start = self.tree, self.model, self.tree.n_rows
         x = model.embed(tree.append(tokens).unsqueeze(1), self.prompt_length + tree.depth - 1)
         for block, table in zip(model.blocks, self._tables, strict=True):
-            q, kv = block.project(x)
+            q, kv = model.split(block.project(x))
             table[start : tree.n_rows] = kv.squeeze(1)
             x = block.finish(x, block.attend(q, F.embedding(tree.path, table)))
         self._hidden = model.final_norm(x).squeeze(1)
@@ -192,10 +192,11 @@ class SharedPrefixes:
         """Hidden states ``(rows, d_model)``, see :attr:`read_at`."""
         table, last = model.symbol_table(), len(model.blocks) - 1
         # Before the first attention there are no more different rows than tokens at positions.
-        x, q, kv = (F.embedding(self.symbols, y) for y in (table, *model.blocks[0].project(table)))
+        x, qkv = F.embedding(self.symbols, table), F.embedding(self.symbols, model.blocks[0].project(table))
         for i, block in enumerate(model.blocks):
             if i:
-                q, kv = block.project(x)
+                qkv = block.project(x)
+            q, kv = model.split(qkv)
             unread = self.prompt_length - 1 if i == last else 0
             parts = [
                 block.attend(q_part[:, unread:], kv_part, mask[:, :, unread:]).flatten(0, 1)

@@ -46,11 +46,9 @@ class Block(nn.Module):
         nn.init.zeros_(self.ffn_in.bias)
         nn.init.zeros_(self.ffn_out.bias)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries ``(..., d_model)``, and keys and values ``(..., 2 * d_model)``, of ``x`` ``(..., d_model)``."""
-        normed, (q_bias, kv_bias) = self.attention_norm(x), self.qkv_bias.split([x.shape[-1], 2 * x.shape[-1]])
-        q_weight, kv_weight = self.qkv_weight.flatten(0, 1).split([x.shape[-1], 2 * x.shape[-1]])
-        return F.linear(normed, q_weight, q_bias), F.linear(normed, kv_weight, kv_bias)
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values ``(..., 3 * d_model)`` of ``x`` ``(..., d_model)``."""
+        return F.linear(self.attention_norm(x), self.qkv_weight.flatten(0, 1), self.qkv_bias)
 
     def attend(self, q: Tensor, kv: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of ``T`` positions ``(N, T, d_model)`` to ``L`` positions ``(N, L, 2 * d_model)``.
@@ -120,24 +118,30 @@ class CausalTransformer(nn.Module):
         Returns:
             ``(N, T - read_from, d_model)`` after the final LayerNorm, and the cache that includes all these tokens.
         """
-        start = past[0].shape[1] if past else 0
-        if self.token_table.shape[1] <= len(tokens):
+        start, length = past[0].shape[1] if past else 0, tokens.shape[1]
+        if length > 1 and self.token_table.shape[1] <= len(tokens):
             # The first block's projections are computed once per symbol (token at a position), not per row.
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+            positions = torch.arange(start, start + length, device=tokens.device)
             table, symbols = self.symbol_table(), tokens * self.position_table.shape[1] + positions
-            x, q, kv = F.embedding(symbols, table), *(F.embedding(symbols, y) for y in self.blocks[0].project(table))
+            x, qkv = F.embedding(symbols, table), F.embedding(symbols, self.blocks[0].project(table))
         else:
             x = self.embed(tokens, start)
-            q, kv = self.blocks[0].project(x)
+            qkv = self.blocks[0].project(x)
         cache: Cache = []
         for i, block in enumerate(self.blocks):
             if i:
-                q, kv = block.project(x)
+                qkv = block.project(x)
+            q, kv = self.split(qkv)
             cache.append(torch.cat([past[i], kv], dim=1) if past else kv)
             if i + 1 == len(self.blocks) and read_from:
                 x, q = x[:, read_from:], q[:, read_from:]
             x = block.finish(x, block.attend(q, cache[-1]))
         return self.final_norm(x), cache
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``(..., d_model)``, and keys and values ``(..., 2 * d_model)``."""
+        d_model = self.token_table.shape[0]
+        return qkv[..., :d_model], qkv[..., d_model:]
 
     def symbol_table(self) -> Tensor:
         """Embedding of each token at each position: row ``token * max_length + position``."""
