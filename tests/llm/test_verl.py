@@ -318,3 +318,27 @@ def test_the_loss_says_what_it_lacks(plugin):
         plugin.tpo_loss(one, one, one, one, config=Config())
     with pytest.raises(ValueError, match="takes no importance weights"):
         plugin.tpo_loss(one, one, one, one, config=Config(), rollout_is_weights=one)
+
+
+def test_log_probs_between_epochs_are_the_policys_own(compose, plugin, monkeypatch):
+    """With adapters verl computes the reference by switching them off, and leaves that switch in the batch."""
+    trainer = plugin.TargetPOTrainerSync.__new__(plugin.TargetPOTrainerSync)
+    trainer.config, seen = compose("actor_rollout_ref.rollout.temperature=0.9"), {}
+
+    class Batch:
+        extra_info = {"no_lora_adapter": True, "calculate_entropy": True}
+
+    class Workers:
+        def compute_log_prob(self, batch):
+            seen.update(batch.extra_info)
+
+    trainer.actor_rollout_wg = Workers()
+    stored = {  # a prompt of two tokens and a response of three; verl's outputs are shifted by one
+        "log_probs": nested([torch.tensor([0.0, -1.0, -2.0, -3.0, 9.0])]),
+        "response_mask": nested([torch.ones(3)]),
+    }
+    monkeypatch.setattr(trainer, "_read", lambda batch, *names: {name: stored[name] for name in names})
+    result = trainer._current_log_probs(Batch())
+    assert result.to_padded_tensor(0.0).tolist() == [[-1.0, -2.0, -3.0]]
+    assert seen["no_lora_adapter"] is False
+    assert (seen["calculate_entropy"], seen["compute_loss"], seen["temperature"]) == (False, False, 0.9)
