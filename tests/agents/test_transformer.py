@@ -219,3 +219,17 @@ def test_candidates_that_agree_are_computed_once():
     for column in tokens.flatten(0, 1)[:, :3].unbind(1):
         decoder.append(column)
         assert len(decoder.hidden) == 20
+
+
+@pytest.mark.parametrize("limit", [1, 4, 7, 40])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_completions_in_parts_are_those_in_one_piece(limit, deterministic):
+    """Prompts and groups split, whatever fits; the same random numbers fall to the same completions."""
+    model = policy(4, 3)
+    prompts = torch.randint(3, (5, 4))
+    torch.manual_seed(1)
+    whole = model.generate(prompts, 6, deterministic)
+    torch.manual_seed(1)
+    parts = model.generate(prompts, 6, deterministic, limit)
+    assert torch.equal(parts[0], whole[0])
+    assert torch.allclose(parts[1], whole[1], atol=1e-5)

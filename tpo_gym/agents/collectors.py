@@ -106,11 +106,14 @@ def collect_episodes(env: GroupEnv, policy: ActorPolicy, group_size: int, on_ste
 
 @torch.no_grad()
 def collect_sequences(
-    env: BatchedGroupEnv, policy: TransformerPolicy, group_size: int, on_step: OnStep
+    env: BatchedGroupEnv, policy: TransformerPolicy, group_size: int, on_step: OnStep, limit: int | None = None
 ) -> GroupRollout | None:
-    """As :func:`collect_episodes`, for token tasks and a transformer: all completions in one cached pass."""
+    """As :func:`collect_episodes`, for token tasks and a transformer: all completions in one cached pass.
+
+    ``limit``: largest number of completions computed at once.
+    """
     prompts = env.start(group_size)[::group_size, : policy.layout.sequence_length]
-    tokens, log_probs = policy.generate(prompts, group_size)
+    tokens, log_probs = policy.generate(prompts, group_size, limit=limit)
     tasks = env.env
     assert isinstance(tasks, BatchedTokens)
     rewards, _ = tasks.step_sequences(tokens.flatten(0, 1).to(tasks.device))

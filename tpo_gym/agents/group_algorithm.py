@@ -292,8 +292,9 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             if fused:
                 return collectors.collect_tokens(env, policy, size, on_step)  # type: ignore[arg-type]
             return collectors.collect_actions(env, policy, size, on_step, self._lookahead)
-        collect = collectors.collect_sequences if fused else collectors.collect_episodes
-        return collect(env, policy, size, on_step)  # type: ignore[arg-type]
+        if fused:
+            return collectors.collect_sequences(env, policy, size, on_step, self.batch_size)  # type: ignore[arg-type]
+        return collectors.collect_episodes(env, policy, size, on_step)
 
     def train(self) -> None:
         """Fit the policy to the frozen objective for ``n_epochs`` steps on the last rollout batch."""

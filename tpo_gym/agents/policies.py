@@ -157,26 +157,61 @@ class TransformerPolicy(ActorPolicy):
         return Decoder(self, prompts, group_size)
 
     @torch.no_grad()
-    def generate(self, prompts: Tensor, group_size: int, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    def generate(
+        self, prompts: Tensor, group_size: int, deterministic: bool = False, limit: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Complete every prompt ``group_size`` times.
 
         Args:
             prompts: ``(B, H)`` int64.
             group_size: Completions per prompt, ``K``.
             deterministic: Take the most likely token at each step.
+            limit: Largest number of completions at once, to bound memory; the result is the same.
 
         Returns:
             Tokens ``(B, K, H)`` and the log-probability of each token, same shape.
         """
+        n_prompts, length = len(prompts), self.layout.sequence_length
+        if limit is None or n_prompts * group_size <= limit:
+            return self._complete(prompts, group_size, deterministic, None)
+        # All random numbers first, in the order in which they are drawn without a limit.
+        rows = prompts.new_empty(n_prompts * group_size, self.layout.vocab_size, dtype=torch.float32)
+        races = [torch.empty_like(rows).exponential_() for _ in range(0 if deterministic else length)]
+        by_group = [race.unflatten(0, (n_prompts, group_size)) for race in races]
+        tokens = prompts.new_empty(n_prompts, group_size, length)
+        log_probs = torch.empty(tokens.shape, device=prompts.device)
+        per_part = min(limit, group_size)
+        for chunk in torch.arange(n_prompts).split(max(1, limit // group_size)):
+            own = slice(int(chunk[0]), int(chunk[-1]) + 1)
+            for start in range(0, group_size, per_part):
+                part = slice(start, min(start + per_part, group_size))
+                drawn = [race[own, part].flatten(0, 1) for race in by_group]
+                size = part.stop - part.start
+                tokens[own, part], log_probs[own, part] = self._complete(prompts[own], size, deterministic, drawn)
+        return tokens, log_probs
+
+    def _complete(
+        self, prompts: Tensor, group_size: int, deterministic: bool, races: list[Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Complete in one piece.
+
+        ``races``: exponential numbers ``(B * K, V)`` of each step. The token whose number over its probability is the
+        smallest wins, which is how ``torch.multinomial`` draws one sample.
+        """
         decoder = self.decoder(prompts, group_size)
         tokens, log_probs = [], []
-        for _ in range(self.layout.sequence_length):
+        for step in range(self.layout.sequence_length):
             choices = torch.log_softmax(decoder.logits(), dim=-1)
-            token = choices.argmax(1, keepdim=True) if deterministic else torch.multinomial(choices.exp(), 1)
+            if deterministic:
+                token = choices.argmax(1, keepdim=True)
+            elif races is None:
+                token = torch.multinomial(choices.exp(), 1)
+            else:
+                token = (choices.exp() / races[step]).argmax(1, keepdim=True)
             log_probs.append(choices.gather(1, token))
             tokens.append(token.squeeze(1))
             decoder.append(tokens[-1])
-        shape = (prompts.shape[0], group_size, self.layout.sequence_length)
+        shape = (len(prompts), group_size, self.layout.sequence_length)
         return torch.stack(tokens, 1).view(shape), torch.stack(log_probs, 1).view(shape)
 
     def shared_prefixes(self, prompts: Tensor, tokens: Tensor) -> SharedPrefixes | None:

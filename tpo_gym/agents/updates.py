@@ -71,7 +71,18 @@ def current_log_probs(model: GroupAlgorithm, rollout: GroupRollout) -> Tensor:
         return candidates.evaluate(model.policy).log_probs
     per_chunk = max(1, model.batch_size // (candidates.groups_per_unit * candidates.group_size))
     units = torch.arange(candidates.n_units, device=rollout.scores.device)
+    if candidates.group_size > model.batch_size and hasattr(candidates, "part"):
+        parts = _parts(candidates, model.batch_size)
+        return torch.cat([torch.cat([p.evaluate(model.policy, u).log_probs for p in parts], 1) for u in units.split(1)])
     return torch.cat([candidates.evaluate(model.policy, chunk).log_probs for chunk in units.split(per_chunk)])
+
+
+def _parts(candidates: Any, limit: int) -> list[Any]:
+    """The candidates of every group in parts of at most ``limit``."""
+    return [
+        candidates.part(start, min(start + limit, candidates.group_size))
+        for start in range(0, candidates.group_size, limit)
+    ]
 
 
 def _rows(rollout: GroupRollout, frozen: dict[str, Tensor], units: Tensor | None) -> dict[str, Tensor]:
@@ -89,17 +100,17 @@ def _backward(
 def _backward_in_parts(
     model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor, units: Tensor, limit: int
 ) -> tuple[Tensor, Tensor]:
-    bounds = range(0, rollout.group_size, limit)
-    parts = [rollout.candidates.part(start, start + limit) for start in bounds]  # type: ignore[attr-defined]
+    parts = _parts(rollout.candidates, limit)
+    shares = [part.group_size / rollout.group_size for part in parts]
     with torch.no_grad():
         pieces = [part.evaluate(model.policy, units) for part in parts]
     log_probs = torch.cat([piece.step_log_probs for piece in pieces], 1).requires_grad_()
-    entropy = torch.stack([piece.entropy for piece in pieces]).mean()
+    entropy = torch.stack([share * piece.entropy for share, piece in zip(shares, pieces, strict=True)]).sum()
     losses = model.group_losses(Evaluation(log_probs, entropy), _rows(rollout, frozen, units))
     loss = (losses * rollout.groups_of(weights, units)).sum()
     (gradient,) = torch.autograd.grad(loss, log_probs)
-    bonus = model.ent_coef * rollout.share * len(units) / rollout.candidates.n_units / len(parts)
-    for part, share in zip(parts, gradient.split(limit, dim=1), strict=True):
+    bonus = model.ent_coef * rollout.share * len(units) / rollout.candidates.n_units
+    for part, share, slope in zip(parts, shares, gradient.split(limit, dim=1), strict=True):
         evaluation = part.evaluate(model.policy, units)
-        ((evaluation.step_log_probs * share).sum() - bonus * evaluation.entropy).backward()
+        ((evaluation.step_log_probs * slope).sum() - bonus * share * evaluation.entropy).backward()
     return loss.detach(), entropy
