@@ -6,13 +6,12 @@ import shlex
 
 import pytest
 
-from tpo_gym.llm.settings import CONFIGS, RunSettings, config_names, load_settings
-
 pytest.importorskip("trl", reason="needs the extra llm")
 pytest.importorskip("reasoning_gym", reason="needs the extra llm")
 
 from tpo_gym.llm.__main__ import main
 from tpo_gym.llm.evaluate import bootstrap
+from tpo_gym.llm.settings import CONFIGS, RunSettings, config_names, load_settings
 from tpo_gym.llm.study import Run, make_report, plan
 from tpo_gym.llm.train import LOG, gradient_accumulation_steps, trainer_arguments
 from tpo_gym.llm.verl_command import verl_command
@@ -128,9 +127,10 @@ def test_verls_command(tmp_path, capsys):
     assert set(tpo) - set(grpo) == {
         "trainer.v1.trainer_mode",
         "actor_rollout_ref.actor.policy_loss.loss_mode",
-        "actor_rollout_ref.actor.loss_agg_mode",
     }
     assert {key for key in grpo if tpo[key] != grpo[key]} == {"trainer.experiment_name"}
+    paper = verl_command(dataclasses.replace(settings, trl={"group_policy": "sum"}), tmp_path / "a", tmp_path / "b")
+    assert overrides_of(paper)["+trainer.v1.tpo_sync.group_policy"] == "sum"
     words = ["train", "--config", "qwen3-1.7b-gsm8k", "--backend", "verl", "--output", str(tmp_path), "--dry-run"]
     assert main(words) == 0
     assert overrides_of(shlex.split(capsys.readouterr().out))["trainer.v1.trainer_mode"] == "tpo_sync"

@@ -6,6 +6,7 @@ of this package that verl loads by its entry point; GRPO is verl's own.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,8 +34,9 @@ def write_data(settings: RunSettings) -> tuple[Path, Path]:
 def verl_command(settings: RunSettings, train_file: Path, test_file: Path) -> list[str]:
     """The command that trains with these settings on verl.
 
-    Every step is one rollout batch of ``prompts_per_step`` questions and ``epochs`` optimizer steps on all of it, and
-    the penalty on the divergence from the first model is the same for both methods.
+    Every step is one rollout batch of ``prompts_per_step`` questions and ``epochs`` optimizer steps on all of it.
+    ``loss_agg_mode`` stays verl's for both methods, so that the penalty on the divergence from the first model is the
+    same; TPO's own loss sums over tokens and averages over candidates whatever it is.
 
     Args:
         settings: Of the run.
@@ -92,8 +94,9 @@ def verl_command(settings: RunSettings, train_file: Path, test_file: Path) -> li
         options |= {
             "trainer.v1.trainer_mode": "tpo_sync",
             f"{actor}.policy_loss.loss_mode": "tpo",
-            f"{actor}.loss_agg_mode": "seq-mean-token-sum",
         }
+        if "group_policy" in settings.trl:  # one setting for both engines
+            options["+trainer.v1.tpo_sync.group_policy"] = settings.trl["group_policy"]
     if settings.lora_rank:
         options |= {
             f"{model}.lora_rank": settings.lora_rank,
@@ -110,4 +113,7 @@ def verl_command(settings: RunSettings, train_file: Path, test_file: Path) -> li
 def run_on_verl(settings: RunSettings) -> int:
     """Writes the data and the settings, and runs verl; returns its exit status."""
     settings.save(Path(settings.output) / "settings.yaml")
-    return subprocess.run(verl_command(settings, *write_data(settings)), check=False).returncode
+    environment = dict(os.environ)
+    if settings.method == "target_po":  # verl tells of an entry point that fails at debug level only; this one is loud
+        environment["VERL_USE_EXTERNAL_MODULES"] = "tpo_gym.llm.verl.plugin"
+    return subprocess.run(verl_command(settings, *write_data(settings)), check=False, env=environment).returncode
