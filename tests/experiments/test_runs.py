@@ -15,7 +15,8 @@ import pytest
 from tpo_gym.experiments.__main__ import main, parse
 from tpo_gym.experiments.experiment import Experiment
 from tpo_gym.experiments.registry import EXPERIMENTS
-from tpo_gym.experiments.run import Stopped, carry_out, finished_seeds, load, run_folder
+from tpo_gym.experiments.run import Stopped, carry_out, carry_out_together, finished_seeds, load, run_folder
+from tpo_gym.experiments.workers import Job, bundles
 
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
@@ -32,6 +33,35 @@ def smallest(name: str) -> Experiment:
     if name != "contextual_bandit":  # its batch is the number of its contexts
         changes["batch"] = 4
     return replace(experiment, changes=changes, panels=tuple(replace(p, single_sample={}) for p in experiment.panels))
+
+
+@pytest.mark.parametrize("name", ["bandit", "contextual_bandit", "mnist"])
+def test_seeds_carried_out_together_have_the_curves_of_single_runs(name: str, tmp_path: Path) -> None:
+    for cell in smallest(name).cells():
+        if cell.method == "CE":
+            continue  # has no stacked form
+        folders = [run_folder(tmp_path, cell.settings, seed) for seed in (3, 1)]
+        carry_out_together(cell.settings, [3, 1], folders, "cpu", [go_on, go_on])
+        for seed, folder in zip((3, 1), folders, strict=True):
+            carry_out(cell.settings, seed, tmp_path / "single", "cpu", go_on)
+            (together, facts), (alone, other) = load(folder), load(tmp_path / "single")
+            assert {key: facts[key] for key in ("settings", "seed", "interactions")} == {
+                key: other[key] for key in ("settings", "seed", "interactions")
+            }
+            assert together.keys() == alone.keys()
+            for key in alone:
+                np.testing.assert_allclose(together[key], alone[key], rtol=1e-3, atol=1e-5)
+            assert len(list(folder.glob("events.out.tfevents.*"))) == 1
+
+
+def test_what_is_bundled() -> None:
+    bandit, tokens = (smallest(name).cells()[0].settings for name in ("bandit", "terminal"))
+    jobs = [Job("", settings, seed, Path(), "cpu") for seed in range(20) for settings in (bandit, tokens)]
+    together = [numbers for numbers in bundles(jobs, 2) if len(numbers) > 1]
+    assert together == [list(range(0, 20, 2)), list(range(20, 40, 2))]
+    assert all(len(numbers) == 1 for numbers in bundles(jobs, 3))
+    on_gpu = [job._replace(device="cuda") for job in jobs]
+    assert sorted(map(len, bundles(on_gpu, 1))) == [20, 20]
 
 
 METRICS = {"bandit": "misalignment", "contextual_bandit": "error_after", "mnist_mechanism": "surplus"}

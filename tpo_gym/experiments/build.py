@@ -42,27 +42,40 @@ def pick_device(device: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
-def make_model(settings: Settings, seed: int, device: str = "cpu") -> GroupAlgorithm:
-    """The algorithm on its environment."""
-    grouped = settings.candidates in ("episodes", "actions")
+def make_env(settings: Settings, device: str = "cpu") -> Any:
+    """The environment of a rollout batch."""
     n_envs = settings.batch * (settings.group_size if settings.candidates == "episodes" else 1)
-    vec_env: Any = gym.make_vec(f"tpo_gym/{settings.task}-v0", num_envs=n_envs, device=device, **settings.env)
+    return gym.make_vec(f"tpo_gym/{settings.task}-v0", num_envs=n_envs, device=device, **settings.env)
+
+
+def algorithm_class(settings: Settings) -> type[GroupAlgorithm]:
+    """The algorithm's class."""
+    found: type[GroupAlgorithm] = getattr(agents, settings.algorithm)
+    return found
+
+
+def algorithm_arguments(settings: Settings, device: str = "cpu") -> dict[str, Any]:
+    """The algorithm's arguments but for environment and seed."""
     policy_arguments = dict(settings.policy_arguments)
     if "optimizer_class" in policy_arguments:
         policy_arguments["optimizer_class"] = OPTIMIZERS[policy_arguments["optimizer_class"]]
-    rate = settings.learning_rate
-    return getattr(agents, settings.algorithm)(
-        POLICIES.get(settings.policy, settings.policy),
-        vec_env,
-        LinearSchedule(rate, 0.0, 1.0) if settings.decay else rate,
-        n_epochs=settings.epochs,
-        candidates=settings.candidates,
-        policy_kwargs=policy_arguments,
-        seed=seed,
-        device=device,
+    rate, grouped = settings.learning_rate, settings.candidates in ("episodes", "actions")
+    return {
+        "policy": POLICIES.get(settings.policy, settings.policy),
+        "learning_rate": LinearSchedule(rate, 0.0, 1.0) if settings.decay else rate,
+        "n_epochs": settings.epochs,
+        "candidates": settings.candidates,
+        "policy_kwargs": policy_arguments,
+        "device": device,
         **({"group_size": settings.group_size} if grouped else {}),
         **settings.arguments,
-    )
+    }
+
+
+def make_model(settings: Settings, seed: int, device: str = "cpu") -> GroupAlgorithm:
+    """The algorithm on its environment."""
+    arguments = algorithm_arguments(settings, device)
+    return algorithm_class(settings)(arguments.pop("policy"), make_env(settings, device), seed=seed, **arguments)
 
 
 def interactions(settings: Settings, model: GroupAlgorithm) -> int:

@@ -6,17 +6,20 @@ import json
 import os
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.logger import configure
 
 from tpo_gym import __version__
-from tpo_gym.experiments.build import interactions, make_model
-from tpo_gym.experiments.record import RECORDERS, Progress
+from tpo_gym.agents import train_seeds
+from tpo_gym.experiments.build import algorithm_arguments, algorithm_class, interactions, make_env, make_model
+from tpo_gym.experiments.record import RECORDERS, Progress, Recorder
 from tpo_gym.experiments.settings import Settings
 
 LOG_ENTRIES = 100
@@ -53,30 +56,97 @@ def carry_out(settings: Settings, seed: int, folder: Path, device: str, progress
         Stopped: If ``progress`` ended it.
     """
     started = time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("events.out.tfevents.*"):
-        old.unlink()  # of an interrupted run: TensorBoard would draw both as one
+    _clear(folder)
     model = make_model(settings, seed, device)
     model.set_logger(configure(str(folder), ["tensorboard"]))
     recorder = RECORDERS[settings.record](settings, progress)
-    model.learn(interactions(settings, model), callback=recorder, log_interval=max(1, settings.updates // LOG_ENTRIES))
+    model.learn(interactions(settings, model), callback=recorder, log_interval=log_interval(settings))
     model.logger.close()
+    seconds = time.perf_counter() - started
+    keep(recorder, seed, folder, device, seconds)
+    return seconds
+
+
+def carry_out_together(
+    settings: Settings, seeds: Sequence[int], folders: Sequence[Path], device: str, progress: Sequence[Progress]
+) -> float:
+    """As :func:`carry_out`, for several seeds at once, whose networks are stacked.
+
+    Returns:
+        Seconds per seed.
+
+    Raises:
+        ValueError: If this training cannot be stacked.
+        Stopped: If ``progress`` ended a seed.
+    """
+    started = time.perf_counter()
+    recorders = {seed: RECORDERS[settings.record](settings, told) for seed, told in zip(seeds, progress, strict=True)}
+    places = dict(zip(seeds, folders, strict=True))
+    for folder in folders:
+        _clear(folder)
+    models = train_seeds(
+        algorithm_class(settings),
+        lambda: make_env(settings, device),
+        seeds,
+        total_timesteps=interactions(settings, make_model(settings, seeds[0], device)),
+        callback=lambda seed: CallbackList([LogTo(places[seed]), recorders[seed]]),
+        log_interval=log_interval(settings),
+        backend="stacked",
+        **algorithm_arguments(settings, device),
+    )
+    seconds = (time.perf_counter() - started) / len(seeds)
+    for seed, model in zip(seeds, models, strict=True):
+        model.logger.close()
+        keep(recorders[seed], seed, places[seed], device, seconds)
+    return seconds
+
+
+class LogTo(BaseCallback):
+    """Sends the logs of a training to TensorBoard events in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def _init_callback(self) -> None:
+        self.model.set_logger(configure(str(self.folder), ["tensorboard"]))
+
+    def _on_step(self) -> bool:
+        return True
+
+
+def log_interval(settings: Settings) -> int:
+    """Updates between TensorBoard entries."""
+    return max(1, settings.updates // LOG_ENTRIES)
+
+
+def _clear(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("events.out.tfevents.*"):
+        old.unlink()  # of an interrupted run: TensorBoard would draw both as one
+
+
+def keep(recorder: Recorder, seed: int, folder: Path, device: str, seconds: float) -> None:
+    """Write what a complete run leaves.
+
+    Raises:
+        Stopped: If it is not complete.
+    """
+    settings = recorder.settings
     if recorder.updates < settings.updates:
         raise Stopped
-    seconds = time.perf_counter() - started
     np.savez_compressed(folder / "curves.npz", **recorder.curves())  # type: ignore[arg-type]
     facts: dict[str, Any] = {
         "settings": asdict(settings),
         "seed": seed,
         "device": device,
         "wall_seconds": round(seconds, 1),
-        "interactions": model.num_timesteps,
+        "interactions": recorder.num_timesteps,
         "versions": versions(),
     }
     partial = folder / "settings.json.partial"
     partial.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, folder / "settings.json")  # its presence says that the run is complete
-    return seconds
 
 
 def versions() -> dict[str, str]:
