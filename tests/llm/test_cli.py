@@ -164,15 +164,19 @@ def test_adapters_are_trained_and_evaluated(start, tmp_path):
     assert main(["eval", *TINY, "--model", run]) == 0
 
 
-def test_a_study_goes_on_where_it_stopped(start, tmp_path, capsys):
-    words = ["study", *TINY, "--model", start, "--output", str(tmp_path / "study"), "--steps", "1", "--samples", "1"]
+def test_a_study_goes_on_where_it_stopped(tmp_path, capsys):
+    words = ["study", *TINY, "--output", str(tmp_path / "study"), "--steps", "1", "--samples", "1", *SMALL_MODEL]
+    words += ["--warmup-steps", "2", "--warmup-batch-size", "4", "--chain-of-thought", "0.5"]
     small = ["--methods", "target_po", "--learning-rates", "1e-3", "--seeds", "1"]
     assert main([*words, *small]) == 0
-    assert "run 1 of 1: target_po-0.001-seed0" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"warming up {tmp_path / 'study' / 'start'}" in out
+    assert "run 1 of 1: target_po-0.001-seed0" in out
     assert main([*words, *small, "--methods", "target_po", "grpo"]) == 0
     out = capsys.readouterr().out
     assert "run 2 of 2: grpo-0.001-seed0" in out
     assert "run 1 of 2" not in out
+    assert "warming up" not in out
     report = json.loads((tmp_path / "study" / "study.json").read_text())
     assert set(report["chosen"]) == {"target_po", "grpo"}
     assert "| grpo | 0.001 |" in (tmp_path / "study" / "study.md").read_text()

@@ -40,7 +40,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     command.add_argument("--device", help="default: a GPU where there is one")
     command = commands.add_parser("study", parents=[common], help="methods x learning rates x seeds, tuned alike")
     command.add_argument("--methods", nargs="+", choices=METHODS, default=["target_po", "grpo"])
-    command.add_argument("--learning-rates", nargs="+", type=float, default=[1e-4, 3e-4, 1e-3], metavar="RATE")
+    command.add_argument("--learning-rates", nargs="+", type=float, default=[3e-5, 1e-4, 3e-4], metavar="RATE")
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N-1 (default: 3)")
     command.add_argument("--samples", type=int, default=4, metavar="N", help="sampled answers each (default: 4)")
     _add_warmup(command, prefix="warmup-")
@@ -72,7 +72,9 @@ def _add_warmup(parser: argparse.ArgumentParser, prefix: str = "") -> None:
     parser.add_argument(f"--{prefix}learning-rate", type=float, default=2e-3, metavar="RATE", help="default: 2e-3")
     parser.add_argument("--hidden-size", type=int, default=128, metavar="N", help="default: 128")
     parser.add_argument("--layers", type=int, default=5, metavar="N", help="default: 5, a million parameters")
-    parser.add_argument("--chain-of-thought", action="store_true", help="train on steps before the answer")
+    parser.add_argument(
+        "--chain-of-thought", type=float, default=0.0, metavar="FRACTION", help="of solutions in steps (default: 0)"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -162,20 +164,21 @@ def _study(options: argparse.Namespace) -> int:
 
     output = options.output or "study"
     settings = _settings(options, output=output, model=options.model or str(Path(output) / "start"))
+    warmup_arguments = {
+        "steps": options.warmup_steps,
+        "batch_size": options.warmup_batch_size,
+        "learning_rate": options.warmup_learning_rate,
+        "hidden_size": options.hidden_size,
+        "layers": options.layers,
+        "chain_of_thought": options.chain_of_thought,
+    }
     report = study(
         settings,
         methods=options.methods,
         learning_rates=options.learning_rates,
         seeds=options.seeds,
         samples=options.samples,
-        warmup_arguments={
-            "steps": options.warmup_steps,
-            "batch_size": options.warmup_batch_size,
-            "learning_rate": options.warmup_learning_rate,
-            "hidden_size": options.hidden_size,
-            "layers": options.layers,
-            "chain_of_thought": options.chain_of_thought,
-        },
+        warmup_arguments=None if options.model else warmup_arguments,
     )
     print(as_markdown(report))
     return 0

@@ -43,7 +43,7 @@ def study(
     settings: RunSettings,
     *,
     methods: Sequence[str] = ("target_po", "grpo"),
-    learning_rates: Sequence[float] = (1e-4, 3e-4, 1e-3),
+    learning_rates: Sequence[float] = (3e-5, 1e-4, 3e-4),
     seeds: int = 3,
     samples: int = 4,
     warmup_arguments: dict[str, Any] | None = None,
@@ -52,13 +52,13 @@ def study(
     """Carries out the runs that are missing and reports all.
 
     Args:
-        settings: Task and training; ``output`` is the folder of the study. With ``model`` the folder of a model, or
-            empty text replaced by ``<output>/start``, where a small one is warmed up first if nothing is there.
+        settings: Task and training; ``output`` is the folder of the study, ``model`` the model to start from.
         methods: To compare.
         learning_rates: The grid, the same for each.
         seeds: Runs per cell, with seeds 0, 1, ...
         samples: Sampled completions per question in the evaluations; greedy ones are reported beside them.
-        warmup_arguments: Of :func:`~tpo_gym.llm.warmup.warmup`.
+        warmup_arguments: Of :func:`~tpo_gym.llm.warmup.warmup`, which makes the model if its folder has none; None:
+            there is a model.
         say: Told what is being done.
 
     Returns:
@@ -72,11 +72,12 @@ def study(
         raise ValueError("A study needs at least one method, one learning rate and one seed.")
     out = Path(settings.output)
     _same_settings(settings, out)
-    if not Path(settings.model).is_dir():
+    # An interrupted warmup leaves a folder without a configuration.
+    if warmup_arguments is not None and not (Path(settings.model) / "config.json").is_file():
         from tpo_gym.llm.warmup import warmup
 
         say(f"warming up {settings.model}")
-        warmup(settings, **(warmup_arguments or {}))
+        warmup(settings, **warmup_arguments)
     start = out / "start.json"
     if not start.is_file():
         write_result(_measure(settings, samples), start)

@@ -21,7 +21,7 @@ def warmup(
     learning_rate: float = 2e-3,
     hidden_size: int = 128,
     layers: int = 5,
-    chain_of_thought: bool = False,
+    chain_of_thought: float = 0.0,
 ) -> Path:
     """Makes a model of the Qwen3 architecture with a character tokenizer and trains it on solutions.
 
@@ -35,7 +35,8 @@ def warmup(
         learning_rate: Of AdamW, at its highest.
         hidden_size: Width; 128 with 5 layers are about a million parameters.
         layers: Number of layers.
-        chain_of_thought: Train on steps before the answer.
+        chain_of_thought: Fraction of the solutions that are written in steps before the answer; the others are the
+            answer alone. In between, the model starts with two ways to answer, and rewards decide.
 
     Returns:
         The folder of the model.
@@ -46,6 +47,8 @@ def warmup(
     """
     if steps < 1 or batch_size < 1:
         raise ValueError(f"steps={steps} and batch_size={batch_size} must be at least 1.")
+    if not 0 <= chain_of_thought <= 1:
+        raise ValueError(f"chain_of_thought={chain_of_thought} must lie in [0, 1]: it is a fraction of the solutions.")
     import torch
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -58,10 +61,10 @@ def warmup(
     prompts = prompt_rows(task, drawn, chat=False)
     tokenizer = character_tokenizer()
     tokenizer.chat_template = None  # the model learns plain text, and no conversation may wrap its prompts
-    rows: list[dict[str, Any]] = [
-        {"prompt": row["prompt"], "completion": solution(task, index, rng, chain_of_thought) + tokenizer.eos_token}
-        for index, row in zip(drawn, prompts, strict=True)
-    ]
+    rows: list[dict[str, Any]] = []
+    for index, row in zip(drawn, prompts, strict=True):
+        text = solution(task, index, rng, rng.random() < chain_of_thought)
+        rows.append({"prompt": row["prompt"], "completion": text + tokenizer.eos_token})
     trainer = SFTTrainer(
         model=tiny_model(tokenizer, hidden_size=hidden_size, layers=layers, seed=settings.seed),
         args=SFTConfig(
