@@ -20,6 +20,7 @@ from torch import Tensor
 from tpo_gym.agents import collectors
 from tpo_gym.agents.arguments import check_common_arguments
 from tpo_gym.agents.checkpoint import CheckpointMixin
+from tpo_gym.agents.compiled import CompiledLoss
 from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.env_setup import (
     CANDIDATE_SETS,
@@ -44,9 +45,12 @@ from tpo_gym.agents.reporting import ReportingMixin
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout, check_scores
 from tpo_gym.agents.trials import Lookahead
+from tpo_gym.agents.updates import batch_loss
 
 logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
+MADE_ANEW = ("rollout", "_group_env", "_frozen", "_unlogged", "_mail", "_processes", "_compiled_loss")
+"""Attributes that no file holds."""
 LONG_EPISODE = 10_000
 """Steps of one rollout batch after which a warning asks whether episodes end at all."""
 
@@ -161,6 +165,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self.rollout: GroupRollout | None = None
         self._unlogged: GroupRollout | None = None  # the rollout batch whose update has not been logged yet
         self._mail = Mail()
+        self._compiled_loss: CompiledLoss | None = None
         self._seed_rng = np.random.default_rng(seed)
         if _init_setup_model:
             self._setup_model()
@@ -385,6 +390,22 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         callback.on_training_end()
         return self
 
+    def compile(self, **options: Any) -> None:
+        """Compile the loss of a batch (``torch.compile``), for the rest of this object's life.
+
+        Pays where a GPU waits for launches. Shapes must not change from batch to batch, as with this package's tasks.
+        Where compilation fails training goes on without it, with a warning.
+
+        Args:
+            options: Arguments of ``torch.compile``; ``mode="reduce-overhead"`` unless ``mode`` or ``backend`` is given,
+                which replays CUDA graphs on a GPU.
+        """
+        if not options.keys() & {"mode", "backend"}:
+            options = {"mode": "reduce-overhead", **options}
+        if isinstance(self.policy, TransformerPolicy):
+            self.policy.fixed_shapes = True
+        self._compiled_loss = CompiledLoss(batch_loss, options)
+
     def predict(
         self,
         observation: np.ndarray | dict[str, np.ndarray],
@@ -416,15 +437,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         return ["policy", "policy.optimizer"], []
 
     def _excluded_save_params(self) -> list[str]:
-        return [
-            *super()._excluded_save_params(),
-            "rollout",
-            "_group_env",
-            "_frozen",
-            "_unlogged",
-            "_mail",
-            "_processes",
-        ]
+        return [*super()._excluded_save_params(), *MADE_ANEW]
 
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:

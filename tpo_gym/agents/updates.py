@@ -92,7 +92,7 @@ def _rows(rollout: GroupRollout, frozen: dict[str, Tensor], units: Tensor | None
 def _backward(
     model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor, units: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    loss, entropy = batch_loss(model, model.policy, rollout, frozen, weights, units)
+    loss, entropy = (model._compiled_loss or batch_loss)(model, model.policy, rollout, frozen, weights, units)
     loss.backward()
     return loss.detach(), entropy.detach()
 
