@@ -121,7 +121,7 @@ class Networks:
         """See :meth:`TransformerPolicy.decoder`."""
         return Decoder(self, prompts, group_size)  # type: ignore[arg-type]
 
-    generate = TransformerPolicy.generate
+    generate, _complete = TransformerPolicy.generate, TransformerPolicy._complete
     action_dist: Distribution
 
 
