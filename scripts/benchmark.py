@@ -30,7 +30,7 @@ import numpy as np
 import tpo_gym  # noqa: F401  (registers the environments)
 
 UPDATES = {"terminal_h10": 8, "terminal_h8": 2, "tokens_v16": 15, "dg_h10": 40, "ppo_h10": 20}
-UPDATES |= {"mnist_1": 1000, "mnist_20": 1000}
+UPDATES |= {"mnist_1": 1000, "mnist_20": 300}
 LONG = {"terminal_h10": 2000, "terminal_h8": 1000}
 TARGETS = {
     "terminal_h10": 4,
