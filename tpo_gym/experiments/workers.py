@@ -61,6 +61,20 @@ def _initialize(events: Any, stop: Any) -> None:
     torch.set_flush_denormal(True)  # the moments of gradients that vanished would slow every step of Adam
 
 
+def _progress(number: int, tell: Callable[[Event], None], stopped: Callable[[], bool]) -> Progress:
+    """Tells of a run now and then."""
+    last = 0.0
+
+    def progress(updates: int, error: Tensor | None) -> bool:
+        nonlocal last
+        if time.monotonic() - last > REPORT_SECONDS:
+            last = time.monotonic()
+            tell(Event(number, updates, None if error is None else float(error)))
+        return not stopped()
+
+    return progress
+
+
 def attempt(number: int, job: Job, folder: Path, tell: Callable[[Event], None], stopped: Callable[[], bool]) -> None:
     """Carry out a job and tell of it, also where it fails; where it was stopped nothing more is told.
 
@@ -71,17 +85,8 @@ def attempt(number: int, job: Job, folder: Path, tell: Callable[[Event], None], 
         tell: Called with every event.
         stopped: Whether to end early.
     """
-    last = 0.0
-
-    def progress(updates: int, error: Tensor | None) -> bool:
-        nonlocal last
-        if time.monotonic() - last > REPORT_SECONDS:
-            last = time.monotonic()
-            tell(Event(number, updates, None if error is None else float(error)))
-        return not stopped()
-
     try:
-        seconds = carry_out(job.settings, job.seed, folder, job.device, progress)
+        seconds = carry_out(job.settings, job.seed, folder, job.device, _progress(number, tell, stopped))
     except Stopped:
         return
     except Exception:
@@ -100,22 +105,11 @@ def _work(numbers: Sequence[int], jobs: Sequence[Job]) -> None:
 
 
 def _work_together(numbers: Sequence[int], jobs: Sequence[Job]) -> None:
-    last = 0.0
-
-    def progress(number: int) -> Progress:
-        def told(updates: int, error: Tensor | None) -> bool:
-            nonlocal last
-            if time.monotonic() - last > REPORT_SECONDS:
-                last = time.monotonic()
-                _events.put(Event(number, updates, None if error is None else float(error)))
-            return not _stop.is_set()
-
-        return told
-
     first = jobs[0]
     seeds, folders = [job.seed for job in jobs], [job.folder for job in jobs]
+    progress = [_progress(number, _events.put, _stop.is_set) for number in numbers]
     try:
-        seconds = carry_out_together(first.settings, seeds, folders, first.device, [progress(n) for n in numbers])
+        seconds = carry_out_together(first.settings, seeds, folders, first.device, progress)
     except Stopped:
         return
     except Exception:
