@@ -118,8 +118,8 @@ def test_a_state_of_other_optimizers_is_refused():
 
 
 def test_matrices_orthogonalized_together_move_as_by_torchs_muon():
-    """Tall and wide ones, several of a shape, one without a gradient; with weight decay; to the last bit."""
-    shapes = [(8, 32), (32, 8), (8, 32), (6, 6), (8, 2), (8, 2), (3, 5)]
+    """Small ones of several shapes, tall and wide, two large ones, one without a gradient; to the last bit."""
+    shapes = [(8, 32), (32, 8), (8, 32), (6, 6), (8, 2), (8, 2), (200, 180), (200, 180), (3, 5)]
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]

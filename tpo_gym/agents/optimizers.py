@@ -98,48 +98,75 @@ def _name(inner: torch.optim.Optimizer) -> str:
 
 
 class _BatchedMuon(torch.optim.Muon):
-    """``torch.optim.Muon`` with matrices of one shape orthogonalized together: the same numbers, in fewer operations.
+    """``torch.optim.Muon`` with several matrices orthogonalized together: the same numbers, in fewer operations.
 
-    A small network has several matrices of few shapes, and most of Muon's time there goes to launching operations.
+    A small network has several small matrices, and most of Muon's time there goes to launching operations.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step."""
         for group in self.param_groups:
-            updates: dict[tuple[torch.Size, torch.device], list[tuple[Tensor, Tensor]]] = {}
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(p.grad)
-                buffer = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = p.grad.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-                updates.setdefault((p.shape, p.device), []).append((p, update))
-            for (shape, _), pairs in updates.items():
-                directions = _orthogonalize(
-                    torch.stack([update for _, update in pairs]),
-                    group["ns_coefficients"],
-                    group["ns_steps"],
-                    group["eps"],
-                )
-                rate = group["lr"] * math.sqrt(max(1, shape[0] / shape[1]))
+            batches: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
+            for p, update in self._updates(group):
+                small = p.numel() <= _SMALL
+                batches.setdefault((p.device, None if small else p.shape), []).append((p, update))
+            for pairs in batches.values():
+                settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+                directions = _orthogonalize([update for _, update in pairs], *settings)
                 for (p, _), direction in zip(pairs, directions, strict=True):
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-rate)
+                    rate = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
+                    if group["weight_decay"]:
+                        p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(direction, alpha=-rate)
+
+    def _updates(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """The parameters that have gradients, and their momentum."""
+        params = [p for p in group["params"] if p.grad is not None]
+        gradients, buffers = [p.grad for p in params], []
+        for p in params:
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p.grad)
+            buffers.append(state["momentum_buffer"])
+        if not params:
+            return []
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, buffers, group["momentum"]) if group["nesterov"] else buffers
+        return list(zip(params, updates, strict=True))
 
 
-def _orthogonalize(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iteration of ``torch.optim.Muon`` on a stack of matrices ``(n, rows, columns)``, in bfloat16."""
+_SMALL = 2**15
+"""Numbers in a matrix up to which launching the operations takes longer than computing them."""
+
+
+def _orthogonalize(
+    updates: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
+) -> list[Tensor]:
+    """Newton-Schulz iteration of ``torch.optim.Muon`` on several matrices, in bfloat16.
+
+    Matrices of different shapes are padded with zeros, which the iteration keeps.
+    """
     a, b, c = coefficients
-    tall = updates.shape[1] > updates.shape[2]
-    x = updates.bfloat16()
-    x = x.mT if tall else x
+    wide = [update.mT if update.shape[0] > update.shape[1] else update for update in updates]
+    x = torch.zeros(
+        len(wide),
+        max(len(matrix) for matrix in wide),
+        max(matrix.shape[1] for matrix in wide),
+        dtype=torch.bfloat16,
+        device=wide[0].device,
+    )
+    own = [slot[: len(matrix), : matrix.shape[1]] for slot, matrix in zip(x, wide, strict=True)]
+    torch._foreach_copy_(own, wide)
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    directions = [slot[: len(matrix), : matrix.shape[1]] for slot, matrix in zip(x, wide, strict=True)]
+    return [
+        direction.mT if update.shape[0] > update.shape[1] else direction
+        for update, direction in zip(updates, directions, strict=True)
+    ]
 
 
 class NormalizedStep(torch.optim.Optimizer):
