@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+from importlib.util import find_spec
 
 import pytest
 
@@ -180,6 +181,7 @@ def test_a_study_goes_on_where_it_stopped(tmp_path, capsys):
     report = json.loads((tmp_path / "study" / "study.json").read_text())
     assert set(report["chosen"]) == {"target_po", "grpo"}
     assert "| grpo | 0.001 |" in (tmp_path / "study" / "study.md").read_text()
+    assert (tmp_path / "study" / "study.png").is_file() == (find_spec("matplotlib") is not None)
     assert main([*words, *small, "--set", "group_size=8"]) == 2
     assert "has other settings than these" in capsys.readouterr().err
 

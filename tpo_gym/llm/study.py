@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def study(
         say: Told what is being done.
 
     Returns:
-        The report, as in ``<output>/study.json``.
+        The report, as in ``<output>/study.json``; ``study.md`` has it as tables and, where there is matplotlib,
+        ``study.png`` as a picture.
 
     Raises:
         ValueError: For no method, learning rate or seed.
@@ -90,6 +92,10 @@ def study(
     report = make_report(out, methods, learning_rates, seeds)
     write_result(report, out / "study.json")
     (out / "study.md").write_text(as_markdown(report))
+    if find_spec("matplotlib") is not None:
+        from tpo_gym.llm.study_figure import draw
+
+        say(f"drawn: {draw(report, out)}")
     return report
 
 
