@@ -13,6 +13,7 @@ from torch import nn
 import tpo_gym
 from tpo_gym.agents import DG, GRPO, TPO, CrossEntropy, NormalizedStep, ResumeCallback, TransformerPolicy, train_seeds
 from tpo_gym.agents.seeds import Recipe, _stacking_pays
+from tpo_gym.agents.stack_observer import StackObserver
 
 SEEDS = [3, 1]
 SGD = {"optimizer_class": torch.optim.SGD}
@@ -56,6 +57,8 @@ CASES = {
     "all actions, batch baseline": (DG, "MlpPolicy", labelled, {"baseline": "batch", "n_epochs": 2}, 10),
     "one context": (TPO, "TabularPolicy", bandit, {"learning_rate": 0.1}, 10),
     "one-hot contexts": (TPO, "MlpPolicy", contextual, {"ent_coef": 0.1}, 10),
+    "all actions, labels": (CrossEntropy, "MlpPolicy", labelled, {}, 10),
+    "exact, labels": (CrossEntropy, "MlpPolicy", contextual, {"candidates": "exact"}, 10),
     "exact": (
         TPO,
         "TabularPolicy",
@@ -279,6 +282,47 @@ def test_an_interruption_ends_all_stacked_seeds_and_they_resume(tmp_path):
         torch.testing.assert_close(weights(model), weights(alone), rtol=1e-5, atol=2e-6)
 
 
+class Watching(StackObserver):
+    """Ends all seeds after a number of vector steps; keeps what it sees."""
+
+    def __init__(self, steps):
+        self.steps, self.seen, self.tables = steps, [], []
+
+    def on_training_start(self, models):
+        self.seen.append([model.seed for model in models])
+
+    def on_rollout_end(self, stack):
+        self.seen.append("rollout")
+
+    def before_step(self, stack, gradients):
+        self.seen.append({name: tuple(gradient.shape) for name, gradient in gradients.items()})
+
+    def after_step(self, stack):
+        self.tables.append(next(iter(stack.networks.weights.values())).detach().clone())
+
+    def goes_on(self):
+        self.steps -= 1
+        return self.steps > 0
+
+
+def test_an_observer_sees_all_seeds_at_once_and_ends_them():
+    watching = Watching(3)
+    models = many("one context", "stacked", updates=5, observer=watching, n_epochs=1)
+    gradients = {"policy.action_net.weight": (2, 1, 5)}
+    assert watching.seen == [SEEDS, "rollout", gradients, "rollout", gradients]
+    assert [model.num_timesteps for model in models] == [30, 30]  # the third batch was collected, then all ended
+    for i, seed in enumerate(SEEDS):
+        alone = single("one context", seed, updates=2, n_epochs=1)
+        torch.testing.assert_close(watching.tables[-1][i].flatten(), weights(alone), rtol=1e-5, atol=2e-6)
+    with pytest.raises(ValueError, match='pass backend="stacked"'):
+        many("one context", "auto", observer=Watching(3))
+
+
+class OwnLoop(TPO):
+    def train(self):
+        super().train()
+
+
 class DropoutPolicy(TransformerPolicy):
     def _build(self):
         super()._build()
@@ -289,7 +333,7 @@ class DropoutPolicy(TransformerPolicy):
     ("algorithm", "env", "kwargs", "message"),
     [
         (TPO, "CartPole-v1", {}, "not a plain environment of this package"),
-        (CrossEntropy, labelled, {}, "CrossEntropy has its own _collect"),
+        (OwnLoop, labelled, {}, "OwnLoop has its own train"),
         (TPO, labelled, {"batch_size": 5}, "batch_size=5"),
         (TPO, functools.partial(tokens, num_envs=24), {"group_size": 4}, "a ActorPolicy, which acts step by step"),
         (TPO, tokens, {"policy": DropoutPolicy, "group_size": 4}, "has a Dropout"),

@@ -38,8 +38,6 @@ def smallest(name: str) -> Experiment:
 @pytest.mark.parametrize("name", ["bandit", "contextual_bandit", "mnist"])
 def test_seeds_carried_out_together_have_the_curves_of_single_runs(name: str, tmp_path: Path) -> None:
     for cell in smallest(name).cells():
-        if cell.method == "CE":
-            continue  # has no stacked form
         folders = [run_folder(tmp_path, cell.settings, seed) for seed in (3, 1)]
         carry_out_together(cell.settings, [3, 1], folders, "cpu", [go_on, go_on])
         for seed, folder in zip((3, 1), folders, strict=True):

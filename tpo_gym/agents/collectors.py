@@ -217,7 +217,7 @@ def baseline_value(
 
 @torch.no_grad()
 def collect_all_actions(
-    env: GroupEnv, policy: ActorPolicy, baseline: Baseline, merge: bool, on_step: OnStep
+    env: GroupEnv, policy: ActorPolicy, baseline: Baseline, merge: bool, on_step: OnStep, with_labels: bool = False
 ) -> GroupRollout | None:
     """Bandit feedback: one sampled action per context, every action a candidate (candidate set "all actions").
 
@@ -231,11 +231,13 @@ def collect_all_actions(
         merge: All sub-environments share one constant context: average their score vectors into one group
             (TPO, section 3.1).
         on_step: See the module.
+        with_labels: Ask the task for the right actions.
 
     Raises:
         ValueError: If an episode goes on after its first step.
     """
     obs = env.start(1)
+    labels = _labels(env) if with_labels else None
     action_masks = env.action_masks()
     log_policy = policy.all_log_probs(obs, **mask_argument(action_masks))
     probabilities = log_policy.exp()
@@ -256,8 +258,14 @@ def collect_all_actions(
         scores,
         returns=step.rewards,
         behaviour=index,
+        labels=labels,
     )
     return merge_contexts(rollout, env.mean) if merge and action_masks is None else rollout
+
+
+def _labels(env: GroupEnv) -> Tensor:
+    assert isinstance(env, BatchedGroupEnv)
+    return env.env.labels.to(env.device)  # type: ignore[attr-defined]
 
 
 def merge_contexts(rollout: GroupRollout, mean: Callable[[Tensor], Tensor]) -> GroupRollout:
@@ -276,7 +284,7 @@ def merge_contexts(rollout: GroupRollout, mean: Callable[[Tensor], Tensor]) -> G
 
 @torch.no_grad()
 def collect_exact(
-    env: BatchedGroupEnv, policy: ActorPolicy, baseline: Baseline, on_step: OnStep
+    env: BatchedGroupEnv, policy: ActorPolicy, baseline: Baseline, on_step: OnStep, with_labels: bool = False
 ) -> GroupRollout | None:
     """All contexts of a task and every action with its reward: what sampling would give on average (TPO, section 3.2).
 
@@ -288,8 +296,10 @@ def collect_exact(
         policy: The policy.
         baseline: See :func:`collect_all_actions`; ``"batch"``: the mean of the expected rewards.
         on_step: See the module.
+        with_labels: Ask the task for the right actions.
     """
     obs = env.start_all()
+    labels = _labels(env) if with_labels else None
     log_policy = policy.all_log_probs(obs)
     probabilities = log_policy.exp()
     n_contexts, n_actions = log_policy.shape
@@ -305,4 +315,5 @@ def collect_exact(
         rewards - baseline_value(baseline, probabilities, returns, env.mean).unsqueeze(-1),
         returns=returns,
         probabilities=probabilities,
+        labels=labels,
     )

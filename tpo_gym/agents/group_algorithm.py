@@ -107,6 +107,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
     candidate_sets: ClassVar[tuple[str, ...]] = CANDIDATE_SETS
     merges_contexts: ClassVar[bool] = False
     """Whether bandit feedback of one constant context is averaged into a single group."""
+    reads_labels: ClassVar[bool] = False
+    """Whether rollout batches hold the right actions, which the task must know."""
     policy: ActorPolicy
     _processes: OneProcess = OneProcess()
     """Who trains this model: see :func:`tpo_gym.agents.distributed.distribute`."""
@@ -289,10 +291,10 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             and hasattr(env.env, "score_sequences")
         )
         if self.candidate_set == "all_actions":
-            return collectors.collect_all_actions(env, policy, self.baseline, self._merges, on_step)
+            return collectors.collect_all_actions(env, policy, self.baseline, self._merges, on_step, self.reads_labels)
         if self.candidate_set == "exact":
             assert isinstance(env, BatchedGroupEnv)
-            return collectors.collect_exact(env, policy, self.baseline, on_step)
+            return collectors.collect_exact(env, policy, self.baseline, on_step, self.reads_labels)
         if self.candidate_set == "actions":
             if fused:
                 return collectors.collect_tokens(env, policy, size, on_step)  # type: ignore[arg-type]

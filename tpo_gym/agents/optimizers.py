@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -196,6 +196,30 @@ class NormalizedStep(torch.optim.Optimizer):
             if g is not None:
                 p.sub_(lr * scale * g)
         return loss
+
+
+@torch.no_grad()
+def normalized_steps(optimizers: Sequence[NormalizedStep]) -> None:
+    """One step of several optimizers of like parameters, each normalized by itself; those without gradients rest.
+
+    The learning rates are the first one's.
+    """
+    rates = [group["lr"] for group in optimizers[0].param_groups for _ in group["params"]]
+    active = [parameters_of(optimizer) for optimizer in optimizers if _has_gradients(optimizer)]
+    columns = [
+        (column, lr) for *column, lr in zip(*active, rates, strict=True) if column and column[0].grad is not None
+    ]
+    gradients = [torch.stack([p.grad for p in column]) for column, _ in columns]
+    if not gradients:
+        return
+    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
+    scale = torch.where(norms > 0, 1 / norms, 0.0)
+    for (column, lr), g in zip(columns, gradients, strict=True):
+        torch._foreach_sub_(column, (lr * scale.view(-1, *[1] * (g.ndim - 1)) * g).unbind())
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    return any(p.grad is not None for p in parameters_of(optimizer))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

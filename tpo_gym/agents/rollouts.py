@@ -205,6 +205,8 @@ class GroupRollout:
     """The sampled action's index in the group, ``(B,)``, where the group holds every action."""
     probabilities: Tensor | None = None
     """Probability of sampling each candidate, ``(B, K)``, where the batch is an exact expectation over them."""
+    labels: Tensor | None = None
+    """The right action of each context, ``(B,)``, where the algorithm reads it."""
     share: Tensor | float = 1.0
     """Fraction of the whole batch's decisions that these are, where several processes share it."""
     old_log_probs: Tensor = field(init=False)

@@ -27,6 +27,7 @@ from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.resume_state import preserved_random
 from tpo_gym.agents.stack import SeedRandom
+from tpo_gym.agents.stack_observer import StackObserver
 from tpo_gym.agents.stacked import refusal, train_stacked
 
 Model = TypeVar("Model", bound=GroupAlgorithm)
@@ -86,6 +87,7 @@ def train_seeds(
     progress_bar: bool = False,
     backend: str = "auto",
     n_workers: int | None = None,
+    observer: StackObserver | None = None,
     **kwargs: Any,
 ) -> list[Model]:
     """Train one model per seed, each as ``algorithm(policy, env, seed=seed, **kwargs).learn(total_timesteps)`` would.
@@ -111,6 +113,8 @@ def train_seeds(
             for 8 seeds and more of a bandit where there are no more than two processors: measured, see
             docs/results/train_seeds.md.
         n_workers: Processes; ``None``: one per processor.
+        observer: Watches all seeds at once, where callbacks of each would take longer than training does. Needs
+            ``backend="stacked"``.
         **kwargs: Arguments of the algorithm, without ``seed``.
 
     Returns:
@@ -133,6 +137,8 @@ def train_seeds(
         [0, 0, 0]
     """
     chosen = _check(algorithm, env, seeds, callback, backend, kwargs)
+    if observer is not None and backend != "stacked":
+        raise ValueError(f'An observer watches stacked seeds, but backend={backend!r}: pass backend="stacked".')
     name = tb_log_name or algorithm.__name__
     recipe = Recipe(algorithm, policy, env, env_kwargs or {}, kwargs, total_timesteps, callback, log_interval, name)
     with preserved_random():
@@ -155,6 +161,7 @@ def train_seeds(
                 log_interval,
                 [recipe.run_name(seed) for seed in chosen],
                 progress_bar,
+                observer,
             )
             return [model for model, _ in models]  # type: ignore[misc]
         del first

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from tpo_gym.agents.actor import ActorPolicy
 from tpo_gym.agents.group_env import BatchedGroupEnv
-from tpo_gym.agents.optimizers import MuonAdamW
+from tpo_gym.agents.optimizers import MuonAdamW, NormalizedStep, normalized_steps
 from tpo_gym.agents.policies import Decoder, TransformerPolicy
 from tpo_gym.agents.resume_state import global_random, set_global_random
 from tpo_gym.agents.transformer import Cache
@@ -251,7 +251,8 @@ class JointSteps:
     """One step of all seeds' optimizers, in as few operations as one optimizer takes.
 
     An optimizer over all seeds' parameters, whose state is the seeds' own. It serves those whose step on a parameter
-    depends on no other parameter; all others step one after the other, and so do optimizers that are watched by hooks.
+    depends on no other parameter, and :class:`NormalizedStep`; all others step one after the other, and so do
+    optimizers that are watched by hooks.
 
     Args:
         optimizers: One per seed.
@@ -268,14 +269,22 @@ class JointSteps:
             self._parts = [list(optimizers)]
         self._joint = [_join(part) for part in self._parts]
         self._shared = False
+        self._lengths = type(first) is NormalizedStep
+
+    @property
+    def follow_first(self) -> bool:
+        """Whether the learning rate of the first optimizer is that of all."""
+        return bool(self._joint or self._lengths) and not any(_is_watched(optimizer) for optimizer in self._all)
 
     def step(self) -> None:
         """Step where there are gradients."""
-        if not self._joint or any(_is_watched(optimizer) for optimizer in self._all):
+        if not self.follow_first:
             for optimizer in self._all:
                 if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
                     optimizer.step()
             return
+        if self._lengths:
+            normalized_steps(self._all)  # type: ignore[arg-type]
         for joint, part in zip(self._joint, self._parts, strict=True):
             for group, own in zip(joint.param_groups, part[0].param_groups, strict=True):
                 group["lr"] = own["lr"]

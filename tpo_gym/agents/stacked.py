@@ -10,6 +10,7 @@ settings alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -33,6 +34,7 @@ from tpo_gym.agents.policies import TransformerPolicy
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import GroupRollout, StateCandidates, check_scores
 from tpo_gym.agents.stack import JoinedEnv, JointSteps, Networks, SeedNoise, SeedRandom, map_tensors
+from tpo_gym.agents.stack_observer import StackObserver
 from tpo_gym.agents.updates import batch_loss
 
 Tensors = tuple[dict[str, Tensor], dict[str, Tensor]]
@@ -108,10 +110,12 @@ class Stack:
 
     Args:
         runs: The runs, set up for training.
+        observer: Who watches all of them at once.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], observer: StackObserver) -> None:
         self.runs = runs
+        self.observer = observer
         models = [run.model for run in runs]
         device = models[0].device
         self.networks = Networks([model.policy for model in models])
@@ -120,9 +124,11 @@ class Stack:
         self._steps = JointSteps([model.policy.optimizer for model in models])
         self._lead = models[0]
         self._template: GroupRollout | None = None
+        self._unrecorded: Tensor | None = None
 
     def update(self, log: bool) -> None:
         """Collect a rollout batch of every seed, fit the policies, and write the logs if ``log``."""
+        self._logs = log or any(run.watched for run in self.runs)
         self._collect()
         for run in self.runs:
             if not run.stopped:
@@ -131,7 +137,8 @@ class Stack:
         if all(run.stopped for run in self.runs):
             return
         self._lead = copy(self._lead_run.model)
-        self._lead._logger = _Logs([run for run in self.runs if not run.stopped])  # type: ignore[assignment]
+        read = [run for run in self.runs if self._logs and not run.stopped]
+        self._lead._logger = _Logs(read)  # type: ignore[assignment]
         self._train()
         if log:
             self._dump_logs()
@@ -163,6 +170,9 @@ class Stack:
                     run.model.num_timesteps += step.interactions // len(self.runs)
                     if run.watched:
                         self._call_back(i, step, rewards)
+            if not self.observer.goes_on():
+                for run in self.runs:
+                    run.stopped = True
             return not all(run.stopped for run in self.runs)
 
         with self._noise:
@@ -171,26 +181,37 @@ class Stack:
             return
         self._tensors = self._split(rollout)
         self._check_scores()
-        own, _ = self._tensors
-        returns = own["returns"][:, -self._lead._stats_window_size :].tolist()
+        returns = self._tensors[0]["returns"]
+        self._unrecorded = returns[:, -self._lead._stats_window_size :]
+        if self._logs or returns.shape[1] < self._lead._stats_window_size:
+            self.record_episodes()  # else those of the next batch replace them all
         for i, run in enumerate(self.runs):
             if run.stopped:
                 continue
             run.model._last_obs = run.model._last_obs if run.model._last_obs is not None else np.empty(0)
-            run.model._record_episodes(returns[i])
             if run.watched:
                 run.model.rollout = self.rollout(i)
                 with run.random.entered():
                     run.callback.on_rollout_end()
             run.model._boundary, run.model._updating = None, True
+        self.observer.on_rollout_end(self)
+
+    def record_episodes(self) -> None:
+        """Put the last episodes where each model keeps them."""
+        if self._unrecorded is None:
+            return
+        for run, returns in zip(self.runs, self._unrecorded.tolist(), strict=True):
+            if not run.stopped:
+                run.model._record_episodes(returns)
+        self._unrecorded = None
 
     def _candidates(self, on_step: collectors.OnStep) -> GroupRollout | None:
         lead, env, networks = self._lead, self.env, self.networks
         policy: Any = networks
         if lead.candidate_set == "all_actions":
-            return collectors.collect_all_actions(env, policy, lead.baseline, False, on_step)
+            return collectors.collect_all_actions(env, policy, lead.baseline, False, on_step, lead.reads_labels)
         if lead.candidate_set == "exact":
-            return collectors.collect_exact(env, policy, lead.baseline, on_step)
+            return collectors.collect_exact(env, policy, lead.baseline, on_step, lead.reads_labels)
         collect = collectors.collect_tokens if lead.candidate_set == "actions" else collectors.collect_sequences
         return collect(env, policy, lead.group_size, on_step)
 
@@ -246,12 +267,16 @@ class Stack:
     def _train(self) -> None:
         lead, live = self._lead, [not run.stopped for run in self.runs]
         self.networks.set_training_mode(True)
+        follow = self._steps.follow_first
+        if follow:
+            self._lead_run.model._update_learning_rate(self.runs[0].model.policy.optimizer)
         for i, run in enumerate(self.runs):
             if live[i]:
-                model = run.model
-                model._update_learning_rate(model.policy.optimizer)
-                model.logger.record("train/n_updates", model._n_updates, exclude="tensorboard")
-                live[i] = not lead.may_skip or model.wants_update(self.rollout(i))
+                if self._logs or not follow:
+                    run.model._update_learning_rate(run.model.policy.optimizer)
+                if self._logs:
+                    run.model.logger.record("train/n_updates", run.model._n_updates, exclude="tensorboard")
+                live[i] = not lead.may_skip or run.model.wants_update(self.rollout(i))
         self._frozen = vmap(lambda *tensors: lead.freeze(self._rebuild(tensors)))(*self._tensors)
         for i, run in enumerate(self.runs):
             if run.watched:
@@ -264,10 +289,9 @@ class Stack:
         # The only transfer to the host in an update.
         means = torch.stack([torch.stack(values).mean(0) for values in zip(*epochs, strict=True)], 1).tolist()
         for run, own, trained in zip(self.runs, means, live, strict=True):
-            if trained:
+            if trained and (self._logs or not math.isfinite(own[1])):
                 with run.named():
                     run.model._record_training(own[0], own[1], own[2])
-                run.model.logger.record("train/n_updates", run.model._n_updates, exclude="tensorboard")
 
     def _epoch(self, weights: Tensor, live: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         """One optimizer step of every seed that is ``live``; returns losses, gradient norms and entropies, ``(S,)``."""
@@ -286,7 +310,7 @@ class Stack:
             scale = (lead.max_grad_norm / (norms + 1e-6)).clamp(max=1)  # as torch.nn.utils.clip_grads_with_norm_
             for value in gradients.values():
                 value.mul_(scale.view(-1, *[1] * (value.ndim - 1)))
-        if norms.is_cpu:  # elsewhere that would wait for the device: checked after the epochs
+        if norms.is_cpu and not norms.isfinite().all():  # elsewhere that would wait: checked after the epochs
             for run, norm, trains in zip(self.runs, norms.tolist(), live, strict=True):
                 if trains:
                     with run.named():
@@ -295,8 +319,10 @@ class Stack:
             parts = gradients[name].unbind(0) if name in gradients else [None] * len(column)
             for parameter, part, trains in zip(column, parts, live, strict=True):
                 parameter.grad = part if trains else None
+        self.observer.before_step(self, gradients)
         self._steps.step()
         networks.refresh()
+        self.observer.after_step(self)
         for run, trains in zip(self.runs, live, strict=True):
             run.model._n_updates += trains
         return losses.detach(), norms, entropies.detach()
@@ -334,6 +360,7 @@ def train_stacked(
     log_interval: int | None,
     names: Sequence[str],
     progress_bar: bool,
+    observer: StackObserver | None = None,
 ) -> None:
     """Train all models together; see :func:`tpo_gym.agents.seeds.train_seeds`.
 
@@ -345,7 +372,9 @@ def train_stacked(
         log_interval: Rollout batches between logs; ``None``: never.
         names: Names of the TensorBoard runs.
         progress_bar: Show a progress bar, that of the first seed.
+        observer: Watches all seeds at once.
     """
+    observer = observer or StackObserver()
     runs: list[Run] = []
     stack: Stack | None = None
     try:
@@ -355,13 +384,15 @@ def train_stacked(
                 total, callback = model._setup_learn(total_timesteps, callbacks[i], True, names[i], bar)
                 runs.append(Run(seed, model, random, callback, bar or callbacks[i] is not None))
                 callback.on_training_start({"self": model, "total_timesteps": total}, {})
+        observer.on_training_start([run.model for run in runs])
         active = runs
         while active:
-            stack = Stack(active)
+            stack = Stack(active, observer)
             while (remaining := [run for run in active if _goes_on(run)]) == active:
                 iteration = active[0].model._iteration + 1
                 stack.update(log_interval is not None and iteration % log_interval == 0)
             stack.env.hand_out()
+            stack.record_episodes()
             for i, run in enumerate(active):
                 if not _goes_on(run):
                     _finish(run, None if run.stopped else stack.rollout(i))
@@ -384,6 +415,7 @@ def _finish(run: Run, rollout: GroupRollout | None) -> None:
     """End a run and leave its model as a loaded one, which goes on by ``learn`` as if it had never stopped."""
     model = run.model
     model.rollout = rollout
+    model._update_learning_rate(model.policy.optimizer)
     with run.random.entered():
         run.callback.on_training_end()
         model._pending = model._boundary or capture(model)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from tpo_gym.agents import collectors, objectives
+from tpo_gym.agents import objectives
 from tpo_gym.agents.arguments import CommonArguments
 from tpo_gym.agents.env_setup import EnvLike, native_env
 from tpo_gym.agents.group_algorithm import GroupAlgorithm, Schedule
@@ -32,6 +33,7 @@ class CrossEntropy(GroupAlgorithm):
     """
 
     candidate_sets: ClassVar[tuple[str, ...]] = ("all_actions", "exact")
+    reads_labels = True
 
     def __init__(
         self,
@@ -51,18 +53,10 @@ class CrossEntropy(GroupAlgorithm):
             )
         super()._setup_groups()
 
-    def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
-        if self.candidate_set == "exact":
-            self._group_env.start_all()  # type: ignore[attr-defined]
-        else:
-            self._group_env.start(1)  # the contexts that the rollout will begin with
-        self._labels = native_env(self.env).labels.to(self.device)  # type: ignore[union-attr]
-        return super()._collect(on_step)
-
     def freeze(self, rollout: GroupRollout) -> dict[str, Tensor]:
         """One-hot labels and the log-probabilities at sampling."""
-        ones = self._labels.new_ones(len(self._labels), dtype=rollout.scores.dtype)
-        labels = objectives.one_hot_scores(self._labels, ones, rollout.group_size)
+        assert rollout.labels is not None
+        labels = objectives.one_hot_scores(rollout.labels, torch.ones_like(rollout.scores[:, 0]), rollout.group_size)
         return {"labels": labels, "old_log_probs": rollout.old_log_probs}
 
     def group_losses(self, evaluation: Evaluation, frozen: dict[str, Tensor]) -> Tensor:

@@ -21,6 +21,16 @@ Progress = Callable[[int, Tensor | None], bool]
 """Called with the updates done and the latest error; ``False`` ends the run."""
 
 
+def log_hparams(settings: Settings, model: GroupAlgorithm) -> None:
+    """Write a run's settings where TensorBoard compares runs by them."""
+    flat = {name: value for name, value in vars(settings).items() if not isinstance(value, dict)}
+    for group in (settings.env, settings.arguments, settings.policy_arguments):
+        flat.update(group)
+    hparams = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in flat.items()}
+    hparams["seed"] = model.seed if model.seed is not None else -1
+    model.logger.record("hparams", HParam(hparams, {"rollout/error": 0.0}), exclude=("stdout", "log", "json", "csv"))
+
+
 class Recorder(BaseCallback):
     """Counts updates and keeps measurements.
 
@@ -59,12 +69,7 @@ class Recorder(BaseCallback):
         """A step is taken."""
 
     def _on_training_start(self) -> None:
-        flat = {name: value for name, value in vars(self.settings).items() if not isinstance(value, dict)}
-        for group in (self.settings.env, self.settings.arguments, self.settings.policy_arguments):
-            flat.update(group)
-        hparams = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in flat.items()}
-        hparams["seed"] = self.model.seed if self.model.seed is not None else -1
-        self.logger.record("hparams", HParam(hparams, {"rollout/error": 0.0}), exclude=("stdout", "log", "json", "csv"))
+        log_hparams(self.settings, self.model)
         optimizer = self.model.policy.optimizer
         self._hooks = (
             optimizer.register_step_pre_hook(self._pre_step),
@@ -130,39 +135,50 @@ class Rollouts(Recorder):
         self.note("gradient_norm", torch.nn.utils.get_total_norm(gradients))
 
 
-class Table(Recorder):
-    """Of a table of logits, exactly: the error before and after each step, and the update's misalignment.
+def table_error(policy: Tensor, right: Tensor) -> Tensor:
+    """Mean probability of wrong actions of tables ``(..., contexts, actions)``; ``right`` is 1 at the right ones."""
+    return 1 - (policy * right).sum((-2, -1)) / policy.shape[-2]
 
-    The misalignment is ``1 - cos`` of the update with the oracle: with the policy gradient ``π(y) (e_y - π)`` where the
-    context is constant, with cross-entropy's ``e_y - π`` summed over all contexts else. As in the reference 1e-12 is
-    added under each norm's root, so that it rises again where gradients vanish.
+
+def table_misalignment(gradient: Tensor, policy: Tensor, right: Tensor) -> Tensor:
+    """``1 - cos`` of the step along ``-gradient`` with the oracle; all tables ``(..., contexts, actions)``.
+
+    The oracle is the policy gradient ``π(y) (e_y - π)`` where there is one context, cross-entropy's ``e_y - π`` summed
+    over all contexts else. As in the reference 1e-12 is added under each norm's root, so that it rises again where
+    gradients vanish.
     """
+    oracle = right - policy
+    if policy.shape[-2] == 1:
+        oracle = (policy * right).sum((-2, -1), keepdim=True) * oracle
+    update = gradient.double() * -policy.shape[-2]  # the loss is a mean over contexts
+    norms = (update.square().sum((-2, -1)) + 1e-12) * (oracle.square().sum((-2, -1)) + 1e-12)
+    return 1 - (update * oracle).sum((-2, -1)) / norms.sqrt()
+
+
+def right_actions(env: Any, table: Tensor) -> Tensor:
+    """1 at the right action of each context of a task, 0 elsewhere, float64 of the table's shape."""
+    answers = env.answers.unsqueeze(1).to(table.device)
+    return torch.zeros_like(table, dtype=torch.float64).scatter(1, answers, 1.0)
+
+
+class Table(Recorder):
+    """Of a table of logits, exactly: the error before and after each step, and the update's misalignment."""
 
     def _on_training_start(self) -> None:
         super()._on_training_start()
-        env = native_env(self.model.env)
         self._table: Tensor = self.model.policy.action_net.weight  # type: ignore[assignment]
-        answers: Tensor = env.answers.unsqueeze(1).to(self._table.device)  # type: ignore[union-attr]
-        self._right = torch.zeros_like(self._table, dtype=torch.float64).scatter(1, answers, 1.0)
+        self._right = right_actions(native_env(self.model.env), self._table)
         self._policy = self._table.detach().double().softmax(-1)
 
-    def _error(self) -> Tensor:
-        return 1 - (self._policy * self._right).sum() / len(self._policy)
-
     def before_first_step(self) -> None:
-        oracle = self._right - self._policy
-        if len(oracle) == 1:
-            oracle = (self._policy * self._right).sum() * oracle
         assert self._table.grad is not None
-        update = self._table.grad.double() * -len(oracle)  # the loss is a mean over contexts
-        norms = (update.square().sum() + 1e-12) * (oracle.square().sum() + 1e-12)
         self._x.append(self.updates)
-        self.note("error", self._error())
-        self.note("misalignment", 1 - (update * oracle).sum() / norms.sqrt())
+        self.note("error", table_error(self._policy, self._right))
+        self.note("misalignment", table_misalignment(self._table.grad, self._policy, self._right))
 
     def after_step(self) -> None:
         self._policy = self._table.detach().double().softmax(-1)
-        self.note("error_after", self._error())
+        self.note("error_after", table_error(self._policy, self._right))
 
 
 class Classification(Recorder):

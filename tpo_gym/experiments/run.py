@@ -6,8 +6,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from stable_baselines3.common.logger import configure
 from tpo_gym import __version__
 from tpo_gym.agents import train_seeds
 from tpo_gym.experiments.build import algorithm_arguments, algorithm_class, interactions, make_env, make_model
-from tpo_gym.experiments.record import RECORDERS, Progress, Recorder
+from tpo_gym.experiments.record import RECORDERS, Progress
+from tpo_gym.experiments.record_stacked import StackedTable
 from tpo_gym.experiments.settings import Settings
 
 LOG_ENTRIES = 100
-"""TensorBoard entries per run."""
+TABLE_LOG_ENTRIES = 25
+"""TensorBoard entries per run, and per run of a table: there are many, and an update takes less time than an entry."""
 
 
 class Stopped(Exception):
@@ -63,7 +66,7 @@ def carry_out(settings: Settings, seed: int, folder: Path, device: str, progress
     model.learn(interactions(settings, model), callback=recorder, log_interval=log_interval(settings))
     model.logger.close()
     seconds = time.perf_counter() - started
-    keep(recorder, seed, folder, device, seconds)
+    keep(settings, recorder.updates, recorder.curves(), recorder.num_timesteps, seed, folder, device, seconds)
     return seconds
 
 
@@ -80,24 +83,31 @@ def carry_out_together(
         Stopped: If ``progress`` ended a seed.
     """
     started = time.perf_counter()
-    recorders = {seed: RECORDERS[settings.record](settings, told) for seed, told in zip(seeds, progress, strict=True)}
-    places = dict(zip(seeds, folders, strict=True))
     for folder in folders:
         _clear(folder)
+    shared = StackedTable(settings, folders, progress) if settings.record == "table" else None
+    recorders = [RECORDERS[settings.record](settings, told) for told in progress]
+    watchers = {
+        seed: CallbackList([LogTo(folder), recorder])
+        for seed, folder, recorder in zip(seeds, folders, recorders, strict=True)
+    }
     models = train_seeds(
         algorithm_class(settings),
         lambda: make_env(settings, device),
         seeds,
         total_timesteps=interactions(settings, make_model(settings, seeds[0], device)),
-        callback=lambda seed: CallbackList([LogTo(places[seed]), recorders[seed]]),
+        callback=watchers.get if shared is None else None,
+        observer=shared,
         log_interval=log_interval(settings),
         backend="stacked",
         **algorithm_arguments(settings, device),
     )
     seconds = (time.perf_counter() - started) / len(seeds)
-    for seed, model in zip(seeds, models, strict=True):
+    for i, (seed, model) in enumerate(zip(seeds, models, strict=True)):
         model.logger.close()
-        keep(recorders[seed], seed, places[seed], device, seconds)
+        done = recorders[i].updates if shared is None else shared.updates
+        curves = recorders[i].curves() if shared is None else shared.curves(i)
+        keep(settings, done, curves, model.num_timesteps, seed, folders[i], device, seconds)
     return seconds
 
 
@@ -117,7 +127,7 @@ class LogTo(BaseCallback):
 
 def log_interval(settings: Settings) -> int:
     """Updates between TensorBoard entries."""
-    return max(1, settings.updates // LOG_ENTRIES)
+    return max(1, settings.updates // (TABLE_LOG_ENTRIES if settings.record == "table" else LOG_ENTRIES))
 
 
 def _clear(folder: Path) -> None:
@@ -126,22 +136,30 @@ def _clear(folder: Path) -> None:
         old.unlink()  # of an interrupted run: TensorBoard would draw both as one
 
 
-def keep(recorder: Recorder, seed: int, folder: Path, device: str, seconds: float) -> None:
+def keep(
+    settings: Settings,
+    updates: int,
+    curves: Mapping[str, np.ndarray],
+    interactions: int,
+    seed: int,
+    folder: Path,
+    device: str,
+    seconds: float,
+) -> None:
     """Write what a complete run leaves.
 
     Raises:
         Stopped: If it is not complete.
     """
-    settings = recorder.settings
-    if recorder.updates < settings.updates:
+    if updates < settings.updates:
         raise Stopped
-    np.savez_compressed(folder / "curves.npz", **recorder.curves())  # type: ignore[arg-type]
+    np.savez_compressed(folder / "curves.npz", **curves)  # type: ignore[arg-type]
     facts: dict[str, Any] = {
         "settings": asdict(settings),
         "seed": seed,
         "device": device,
         "wall_seconds": round(seconds, 1),
-        "interactions": recorder.num_timesteps,
+        "interactions": interactions,
         "versions": versions(),
     }
     partial = folder / "settings.json.partial"
@@ -149,6 +167,7 @@ def keep(recorder: Recorder, seed: int, folder: Path, device: str, seconds: floa
     os.replace(partial, folder / "settings.json")  # its presence says that the run is complete
 
 
+@cache
 def versions() -> dict[str, str]:
     """Versions that a result may depend on."""
     packages = ("torch", "stable-baselines3", "gymnasium", "numpy")

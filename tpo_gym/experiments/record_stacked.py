@@ -1,0 +1,78 @@
+"""What is measured of stacked seeds, of all at once: as :mod:`tpo_gym.experiments.record`, in as many operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from stable_baselines3.common.logger import configure
+from torch import Tensor
+
+from tpo_gym.agents.env_setup import native_env
+from tpo_gym.agents.group_algorithm import GroupAlgorithm
+from tpo_gym.agents.stack_observer import StackObserver
+from tpo_gym.agents.stacked import Stack
+from tpo_gym.experiments.record import Progress, log_hparams, right_actions, table_error, table_misalignment
+from tpo_gym.experiments.settings import Settings
+
+
+class StackedTable(StackObserver):
+    """As :class:`~tpo_gym.experiments.record.Table`, of the tables of all seeds.
+
+    Args:
+        settings: Settings of the runs.
+        folders: Where each seed's TensorBoard events go.
+        progress: One per seed, told after every update.
+    """
+
+    def __init__(self, settings: Settings, folders: Sequence[Path], progress: Sequence[Progress]) -> None:
+        self.settings = settings
+        self.updates = 0
+        """Updates so far."""
+        self._folders = folders
+        self._progress = progress
+        self._first_step = False
+        self._x: list[int] = []
+        self._values: dict[str, list[Tensor]] = {}
+
+    def on_training_start(self, models: Sequence[GroupAlgorithm]) -> None:
+        for model, folder in zip(models, self._folders, strict=True):
+            model.set_logger(configure(str(folder), ["tensorboard"]))
+            log_hparams(self.settings, model)
+        tables: list[Tensor] = [model.policy.action_net.weight for model in models]  # type: ignore[misc]
+        rights = [right_actions(native_env(model.env), table) for model, table in zip(models, tables, strict=True)]
+        self._right = torch.stack(rights)
+        self._policy = torch.stack(tables).detach().double().softmax(-1)
+
+    def on_rollout_end(self, stack: Stack) -> None:
+        self._first_step = True
+        self.updates += 1
+
+    def before_step(self, stack: Stack, gradients: dict[str, Tensor]) -> None:
+        if not self._first_step:
+            return
+        self._first_step = False
+        (gradient,) = gradients.values()
+        self._x.append(self.updates)
+        self._note("error", table_error(self._policy, self._right))
+        self._note("misalignment", table_misalignment(gradient, self._policy, self._right))
+
+    def after_step(self, stack: Stack) -> None:
+        (table,) = stack.networks.weights.values()
+        self._policy = table.detach().double().softmax(-1)
+        self._note("error_after", table_error(self._policy, self._right))
+
+    def _note(self, name: str, values: Tensor) -> None:
+        self._values.setdefault(name, []).append(values)
+
+    def goes_on(self) -> bool:
+        latest = self._values["error"][-1] if "error" in self._values else [None] * len(self._progress)
+        answers = [tell(self.updates, error) for tell, error in zip(self._progress, latest, strict=True)]
+        return all(answers)
+
+    def curves(self, i: int) -> dict[str, np.ndarray]:
+        """The measurements of one seed: see :meth:`Recorder.curves`."""
+        values = {name: torch.stack(steps)[:, i].float().cpu().numpy() for name, steps in self._values.items()}
+        return {"x": np.array(self._x), **values}
