@@ -144,7 +144,9 @@ def whole_process(name: str, rounds: int, artifact: tuple[str, Path] | None) -> 
     times: dict[str, list[float]] = {"ours": [], "artifact": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, "-m", "tpo_gym.experiments", name, "--scale", "paper", "--out", out]
+            workers = str(os.cpu_count() or 1)
+            command = [sys.executable, "-m", "tpo_gym.experiments", name, "--scale", "paper", "--workers", workers]
+            command += ["--out", out]
             times["ours"].append(_seconds(command, {}))
         if artifact is None:
             continue
