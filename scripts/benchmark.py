@@ -41,6 +41,8 @@ TARGETS = {
     "mnist_1": 1,
     "mnist_20": 1.4,
 }
+SHORTEST = ("mnist_1",)
+"""Cases that are also timed as a bare loop of torch operations."""
 LONG_TARGETS = {"terminal_h10": 8, "terminal_h8": 12}
 TABULAR = {"bandit": "tabular_single", "contextual_bandit": "tabular_multi"}
 NAMES = {
@@ -123,14 +125,17 @@ def compare(case: str, rounds: int, artifact: tuple[str, Path] | None, data: Pat
     if artifact is not None:
         python, path = artifact
         theirs = Process([python, script, "artifact", case, str(n), str(path), str(data)])
+    waiting: dict[str, Process | None] = {"ours": ours, "artifact": theirs}
+    if case in SHORTEST:
+        waiting["shortest"] = Process([sys.executable, script, "shortest", case, str(n)])
     times: dict[str, list[float]] = {"ours": [], "artifact": []}
     for _ in range(rounds):
-        times["ours"].append(ours.run(n))
-        if theirs is not None:
-            times["artifact"].append(theirs.run(n))
-    ours.end()
-    if theirs is not None:
-        theirs.end()
+        for side, process in waiting.items():
+            if process is not None:
+                times.setdefault(side, []).append(process.run(n))
+    for process in waiting.values():
+        if process is not None:
+            process.end()
     entry: dict[str, Any] = {"updates": n, "seconds": times, "flops": flops(case)}
     if long and case in LONG:
         fresh = Process([sys.executable, script, "ours", case, "1"])

@@ -72,6 +72,10 @@ def _cases(results: dict[str, Any]) -> str:
                 f"{entry['flops'] / 1e9:,.2f} GFLOP, {_ms(floor)}" if floor else "",
             ]
         )
+        if "shortest" in entry["seconds"]:
+            shortest = statistics.median(entry["seconds"]["shortest"])
+            ratio = f"{statistics.median(theirs) / shortest:.1f}" if theirs else ""
+            rows.append(["the same as a bare loop of torch operations", "", _ms(shortest), ratio, "", ""])
     head = ["work", "artifact", "ours", "artifact / ours", "wanted", "needed at least"]
     note = """
 Through `learn()`, per update, at the start of training, float32. "Needed at least": the matrix products of an update

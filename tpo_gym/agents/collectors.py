@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -31,8 +31,38 @@ from tpo_gym.agents.rollouts import (
 from tpo_gym.agents.trials import NO_LOOKAHEAD, Lookahead
 from tpo_gym.envs.tokens import BatchedTokens
 
+if TYPE_CHECKING:
+    from tpo_gym.agents.group_algorithm import GroupAlgorithm
+
 OnStep = Callable[[Step], bool]
 Baseline = float | Literal["auto", "expected", "batch"] | None
+
+
+def collect(
+    model: GroupAlgorithm, env: GroupEnv, policy: Any, on_step: OnStep, fused: bool, merge: bool
+) -> GroupRollout | None:
+    """A rollout batch of the candidates that ``model`` forms its groups of.
+
+    Args:
+        model: Whose settings count.
+        env: Where to act.
+        policy: Who acts.
+        on_step: See the module.
+        fused: Whether this is a token task and a transformer, which complete whole sequences.
+        merge: Whether one constant context's bandit feedback becomes a single group.
+    """
+    kind, size = model.candidate_set, model.group_size
+    if kind == "all_actions":
+        return collect_all_actions(env, policy, model.baseline, merge, on_step, model.reads_labels)
+    if kind == "exact":
+        return collect_exact(env, policy, model.baseline, on_step, model.reads_labels)  # type: ignore[arg-type]
+    if kind == "actions":
+        if fused:
+            return collect_tokens(env, policy, size, on_step)  # type: ignore[arg-type]
+        return collect_actions(env, policy, size, on_step, model._lookahead)
+    if fused:
+        return collect_sequences(env, policy, size, on_step, model.batch_size)  # type: ignore[arg-type]
+    return collect_episodes(env, policy, size, on_step)
 
 
 def _rows(values: Observations, rows: np.ndarray) -> Observations:

@@ -284,24 +284,10 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         return True
 
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
-        env, policy, size = self._group_env, self.policy, self.group_size
-        fused = (
-            isinstance(policy, TransformerPolicy)
-            and isinstance(env, BatchedGroupEnv)
-            and hasattr(env.env, "score_sequences")
-        )
-        if self.candidate_set == "all_actions":
-            return collectors.collect_all_actions(env, policy, self.baseline, self._merges, on_step, self.reads_labels)
-        if self.candidate_set == "exact":
-            assert isinstance(env, BatchedGroupEnv)
-            return collectors.collect_exact(env, policy, self.baseline, on_step, self.reads_labels)
-        if self.candidate_set == "actions":
-            if fused:
-                return collectors.collect_tokens(env, policy, size, on_step)  # type: ignore[arg-type]
-            return collectors.collect_actions(env, policy, size, on_step, self._lookahead)
-        if fused:
-            return collectors.collect_sequences(env, policy, size, on_step, self.batch_size)  # type: ignore[arg-type]
-        return collectors.collect_episodes(env, policy, size, on_step)
+        env, policy = self._group_env, self.policy
+        sequences = isinstance(env, BatchedGroupEnv) and hasattr(env.env, "score_sequences")
+        fused = sequences and isinstance(policy, TransformerPolicy)
+        return collectors.collect(self, env, policy, on_step, fused, self._merges)
 
     def train(self) -> None:
         """Fit the policy to the frozen objective for ``n_epochs`` steps on the last rollout batch."""

@@ -176,7 +176,7 @@ class Stack:
             return not all(run.stopped for run in self.runs)
 
         with self._noise:
-            rollout = self._candidates(on_step)
+            rollout = collectors.collect(self._lead, self.env, self.networks, on_step, fused=True, merge=False)
         if rollout is None:
             return
         self._tensors = self._split(rollout)
@@ -204,16 +204,6 @@ class Stack:
             if not run.stopped:
                 run.model._record_episodes(returns)
         self._unrecorded = None
-
-    def _candidates(self, on_step: collectors.OnStep) -> GroupRollout | None:
-        lead, env, networks = self._lead, self.env, self.networks
-        policy: Any = networks
-        if lead.candidate_set == "all_actions":
-            return collectors.collect_all_actions(env, policy, lead.baseline, False, on_step, lead.reads_labels)
-        if lead.candidate_set == "exact":
-            return collectors.collect_exact(env, policy, lead.baseline, on_step, lead.reads_labels)
-        collect = collectors.collect_tokens if lead.candidate_set == "actions" else collectors.collect_sequences
-        return collect(env, policy, lead.group_size, on_step)
 
     def _call_back(self, i: int, step: Step, rewards: list[Tensor]) -> None:
         run, n_rows = self.runs[i], self.env.num_envs // len(self.runs)
