@@ -130,6 +130,22 @@ def test_a_stopped_run_is_not_kept(tmp_path: Path) -> None:
     assert finished_seeds(tmp_path, settings.change({"batch": 5})) == []
 
 
+def test_one_seed_that_is_stopped_ends_all_that_are_carried_out_together(tmp_path: Path) -> None:
+    settings = smallest("bandit").cells()[0].settings
+    folders = [run_folder(tmp_path, settings, seed) for seed in range(2)]
+    heard: list[Any] = []
+
+    def stop(updates: int, error: Any) -> bool:
+        heard.append((updates, error))
+        return updates < 1
+
+    with pytest.raises(Stopped):
+        carry_out_together(settings, range(2), folders, "cpu", [go_on, stop])
+    assert [updates for updates, _ in heard] == [0, 1]
+    assert heard[0][1] is None and float(heard[1][1]) == pytest.approx(0.99, abs=1e-6)  # 100 actions, all alike
+    assert finished_seeds(tmp_path, settings) == []
+
+
 @pytest.mark.slow
 def test_command_line_goes_on_where_it_stopped(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tpo_gym.experiments", "bandit", "--out", str(tmp_path), "--set", "updates=3"]
