@@ -142,7 +142,8 @@ def test_one_seed_that_is_stopped_ends_all_that_are_carried_out_together(tmp_pat
     with pytest.raises(Stopped):
         carry_out_together(settings, range(2), folders, "cpu", [go_on, stop])
     assert [updates for updates, _ in heard] == [0, 1]
-    assert heard[0][1] is None and float(heard[1][1]) == pytest.approx(0.99, abs=1e-6)  # 100 actions, all alike
+    assert heard[0][1] is None
+    assert float(heard[1][1]) == pytest.approx(0.99, abs=1e-6)  # 100 actions, all alike
     assert finished_seeds(tmp_path, settings) == []
 
 
