@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
-import json
 import os
 import re
 import sys
@@ -16,6 +14,7 @@ from typing import Any
 
 from tpo_gym import agents
 from tpo_gym.agents import GroupAlgorithm, ResumeCallback
+from tpo_gym.values import read_value
 
 ALGORITHMS: dict[str, type[GroupAlgorithm]] = {
     name: value
@@ -94,17 +93,8 @@ def _named(pairs: Sequence[str]) -> dict[str, Any]:
         name, equals, text = pair.partition("=")
         if not (name and equals):
             raise UsageError(f"expected NAME=VALUE, got {pair!r}")
-        values[name] = _value(text)
+        values[name] = read_value(text)
     return values
-
-
-def _value(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
-        try:
-            return read(text)
-        except (ValueError, SyntaxError):
-            continue
-    return text
 
 
 def _class(value: Any) -> Any:

@@ -40,6 +40,7 @@ def test_changes_merge_dictionaries() -> None:
         ("sequence_length=7", {"env": {"sequence_length": 7}}),
         ("arguments.eta=2.5", {"arguments": {"eta": 2.5}}),
         ("decay=true", {"decay": True}),
+        ("arguments.skip_neutral=False", {"arguments": {"skip_neutral": False}}),
         ("task=TokenCopy", {"task": "TokenCopy"}),
     ],
 )

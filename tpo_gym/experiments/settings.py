@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from tpo_gym.values import read_value
+
 FORMAT = 1
 """Raised when the same settings begin to mean something else, so that old runs are not mixed with new ones."""
 
@@ -86,10 +88,7 @@ def parse_override(text: str, settings: Settings) -> Changes:
     name, found, value_text = text.partition("=")
     if not found:
         raise ValueError(f"Expected name=value, got {text!r}.")
-    try:
-        value = json.loads(value_text)
-    except json.JSONDecodeError:
-        value = value_text
+    value = read_value(value_text)
     group, _, entry = name.rpartition(".")
     dictionaries = ("env", "arguments", "policy_arguments")
     if group in dictionaries:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tpo_gym.llm.weights import METHODS
+from tpo_gym.values import read_value
 
 CONFIGS = Path(__file__).parent / "configs"
 BACKENDS = ("trl", "verl")
@@ -146,7 +147,8 @@ def load_settings(config: str | Path | None = None, overrides: Sequence[str] = (
 
     Args:
         config: A YAML file, or the name of one of the package's configurations; see :func:`config_names`.
-        overrides: As on the command line; values are YAML, and ``trl.optim=adamw_torch`` sets a key of a dictionary.
+        overrides: As on the command line; values are read by :func:`~tpo_gym.values.read_value`, and
+            ``trl.optim=adamw_torch`` sets a key of a dictionary.
         **given: Settings by name; None leaves the one in the file.
 
     Raises:
@@ -160,9 +162,9 @@ def load_settings(config: str | Path | None = None, overrides: Sequence[str] = (
             raise ValueError(f"{text!r} sets nothing: write NAME=VALUE.")
         first, dot, key = name.partition(".")
         if not dot:
-            values[first] = yaml.safe_load(value)
+            values[first] = read_value(value)
         elif isinstance(values.setdefault(first, {}), dict):
-            values[first] = {**values[first], key: yaml.safe_load(value)}
+            values[first] = {**values[first], key: read_value(value)}
         else:
             raise ValueError(f"{name!r} cannot be set: {first!r} is not a dictionary.")
     values.update({name: value for name, value in given.items() if value is not None})
