@@ -1,4 +1,4 @@
-"""Optimizers beside torch's: Muon for matrices with AdamW for the rest, and steps of a fixed length."""
+"""Optimizers beside torch's: Muon for matrices with Adam for the rest, and steps of a fixed length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """``torch.optim.Muon`` on 2-D tensors and ``torch.optim.AdamW`` on the rest (TPO, section 3.4).
+    """Muon on 2-D tensors, Adam with decoupled weight decay on the rest (TPO, section 3.4).
+
+    As in the reference (``optax.contrib.muon``) the Newton-Schulz iterations are in float32, and both have Nesterov
+    momentum. ``torch.optim.Muon`` iterates in bfloat16, and amplifies its rounding to steps where no gradient points.
 
     Every parameter goes to exactly one of the two; a tied parameter counts once, a frozen one (``requires_grad=False``)
     keeps its value because it gets no gradient. Muon scales a step on a ``(rows, columns)`` matrix by
@@ -20,10 +23,11 @@ class MuonAdamW(torch.optim.Optimizer):
     Args:
         params: Parameters, named parameters or parameter groups (a group may set its own ``lr`` or ``weight_decay``).
         lr: Learning rate of both.
-        momentum: Muon's momentum (Nesterov).
-        betas: AdamW's coefficients.
-        eps: AdamW's epsilon.
+        momentum: Muon's momentum.
+        betas: Adam's coefficients.
+        eps: What both add to the norms that they divide by.
         weight_decay: Decoupled weight decay of both.
+        nesterov: Nesterov momentum in both.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class MuonAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        nesterov: bool = True,
     ) -> None:
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
         matrices, others, seen = [], [], set()
@@ -45,11 +50,16 @@ class MuonAdamW(torch.optim.Optimizer):
         self._inner: list[torch.optim.Optimizer] = []
         if any(group["params"] for group in matrices):
             groups = [group for group in matrices if group["params"]]
-            self._inner.append(_BatchedMuon(groups, lr=lr, momentum=momentum, weight_decay=weight_decay))
+            muon = dict(lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, eps=eps)
+            self._inner.append(_BatchedMuon(groups, **muon))  # type: ignore[arg-type]
         if any(group["params"] for group in others):
             groups = [group for group in others if group["params"]]
+            adam = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
             self._inner.append(
-                torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+                # Dozat's schedule of the momentum would begin at half of it; this one is constant from the first step.
+                torch.optim.NAdam(groups, **adam, momentum_decay=1e6, decoupled_weight_decay=True, foreach=True)  # type: ignore[arg-type]
+                if nesterov
+                else torch.optim.AdamW(groups, **adam, fused=True)  # type: ignore[arg-type]
             )
         self._share_groups()
 
@@ -94,11 +104,11 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def _name(inner: torch.optim.Optimizer) -> str:
-    return "Muon" if isinstance(inner, torch.optim.Muon) else "AdamW"
+    return "Muon" if isinstance(inner, torch.optim.Muon) else type(inner).__name__
 
 
 class _BatchedMuon(torch.optim.Muon):
-    """``torch.optim.Muon`` with several matrices orthogonalized together: the same numbers, in fewer operations.
+    """``torch.optim.Muon`` in the gradients' precision, with bias-corrected momentum, several matrices at a time.
 
     A small network has several small matrices, and most of Muon's time there goes to launching operations.
     """
@@ -110,7 +120,7 @@ class _BatchedMuon(torch.optim.Muon):
             batches: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
             for p, update in self._updates(group):
                 small = p.numel() <= _SMALL
-                batches.setdefault((p.device, None if small else p.shape), []).append((p, update))
+                batches.setdefault((p.device, p.dtype, None if small else p.shape), []).append((p, update))
             for pairs in batches.values():
                 settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
                 directions = _orthogonalize([update for _, update in pairs], *settings)
@@ -123,16 +133,19 @@ class _BatchedMuon(torch.optim.Muon):
     def _updates(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
         """The parameters that have gradients, and their momentum."""
         params = [p for p in group["params"] if p.grad is not None]
-        gradients, buffers = [p.grad for p in params], []
-        for p in params:
-            state = self.state[p]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p.grad)
-            buffers.append(state["momentum_buffer"])
         if not params:
             return []
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, buffers, group["momentum"]) if group["nesterov"] else buffers
+        gradients, states, beta = [p.grad for p in params], [self.state[p] for p in params], group["momentum"]
+        for p, state in zip(params, states, strict=True):
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p.grad)
+            state["step"] = state.get("step", 0) + 1
+        buffers, steps = [state["momentum_buffer"] for state in states], [state["step"] for state in states]
+        torch._foreach_lerp_(buffers, gradients, 1 - beta)
+        ahead = 1 if group["nesterov"] else 0
+        updates = torch._foreach_mul(buffers, [beta**ahead / (1 - beta ** (t + ahead)) for t in steps])
+        if ahead:
+            torch._foreach_add_(updates, torch._foreach_mul(gradients, [(1 - beta) / (1 - beta**t) for t in steps]))
         return list(zip(params, updates, strict=True))
 
 
@@ -143,30 +156,27 @@ _SMALL = 2**15
 def _orthogonalize(
     updates: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> list[Tensor]:
-    """Newton-Schulz iteration of ``torch.optim.Muon`` on several matrices, in bfloat16.
+    """Muon's Newton-Schulz iteration on several matrices of one type.
 
     Matrices of different shapes are padded with zeros, which the iteration keeps.
     """
     a, b, c = coefficients
     wide = [update.mT if update.shape[0] > update.shape[1] else update for update in updates]
-    x = torch.zeros(
-        len(wide),
-        max(len(matrix) for matrix in wide),
-        max(matrix.shape[1] for matrix in wide),
-        dtype=torch.bfloat16,
-        device=wide[0].device,
-    )
-    own = [slot[: len(matrix), : matrix.shape[1]] for slot, matrix in zip(x, wide, strict=True)]
-    torch._foreach_copy_(own, wide)
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    x = wide[0].new_zeros(len(wide), max(len(matrix) for matrix in wide), max(matrix.shape[1] for matrix in wide))
+    torch._foreach_copy_(_own(x, wide), wide)
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + eps)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    directions = [slot[: len(matrix), : matrix.shape[1]] for slot, matrix in zip(x, wide, strict=True)]
     return [
         direction.mT if update.shape[0] > update.shape[1] else direction
-        for update, direction in zip(updates, directions, strict=True)
+        for update, direction in zip(updates, _own(x, wide), strict=True)
     ]
+
+
+def _own(padded: Tensor, matrices: list[Tensor]) -> list[Tensor]:
+    """Each matrix's part of its padded form."""
+    return [slot[: len(matrix), : matrix.shape[1]] for slot, matrix in zip(padded, matrices, strict=True)]
 
 
 class NormalizedStep(torch.optim.Optimizer):

@@ -10,8 +10,9 @@ from typing import Any
 
 from tpo_gym.values import read_value
 
-FORMAT = 1
-"""Raised when the same settings begin to mean something else, so that old runs are not mixed with new ones."""
+FORMATS = {"TransformerPolicy": 2}
+"""By policy (1 where it is not named): raised when the same settings begin to mean something else, so that old runs are
+not mixed with new ones. 2: the reference's optimizer in every detail."""
 
 Changes = Mapping[str, Any]
 """Fields of :class:`Settings` to replace; dictionaries are merged into the present ones."""
@@ -66,7 +67,7 @@ class Settings:
     @property
     def digest(self) -> str:
         """Ten hexadecimal digits that change with any setting."""
-        text = json.dumps([FORMAT, asdict(self)], sort_keys=True)
+        text = json.dumps([FORMATS.get(self.policy, 1), asdict(self)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     @property
