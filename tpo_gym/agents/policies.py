@@ -102,7 +102,7 @@ class TransformerPolicy(ActorPolicy):
         n_layers: Number of blocks.
         n_heads: Attention heads.
         ffn_mult: Feed-forward width over ``d_model``.
-        optimizer_class: Muon on matrices and AdamW on the rest unless another is given.
+        optimizer_class: Muon on matrices and Adam on the rest unless another is given.
         kwargs: ``optimizer_kwargs``.
 
     Raises:
