@@ -124,7 +124,8 @@ def shortest(case: str) -> Side:
             actions = torch.multinomial(probabilities, 1)
             rewards = (actions.squeeze(1) == labels[rows]).float() - probabilities.square().sum(-1)
             scores = torch.zeros_like(probabilities).scatter(1, actions, rewards.unsqueeze(1))
-            scores = (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True, correction=0)
+            spread = scores.std(1, keepdim=True, correction=0).clamp(min=1e-6)
+            scores = (scores - scores.mean(1, keepdim=True)) / spread
             target = F.softmax(log_probs + scores, -1)
         optimizer.zero_grad()
         (-(target * log_probs).sum(-1).mean()).backward()
