@@ -147,7 +147,7 @@ def load_settings(config: str | Path | None = None, overrides: Sequence[str] = (
 
     Args:
         config: A YAML file, or the name of one of the package's configurations; see :func:`config_names`.
-        overrides: As on the command line; values are read by :func:`~tpo_gym.values.read_value`, and
+        overrides: As on the command line; values are YAML, with numbers such as ``3e-4`` too, and
             ``trl.optim=adamw_torch`` sets a key of a dictionary.
         **given: Settings by name; None leaves the one in the file.
 
@@ -162,9 +162,9 @@ def load_settings(config: str | Path | None = None, overrides: Sequence[str] = (
             raise ValueError(f"{text!r} sets nothing: write NAME=VALUE.")
         first, dot, key = name.partition(".")
         if not dot:
-            values[first] = read_value(value)
+            values[first] = _value(value)
         elif isinstance(values.setdefault(first, {}), dict):
-            values[first] = {**values[first], key: read_value(value)}
+            values[first] = {**values[first], key: _value(value)}
         else:
             raise ValueError(f"{name!r} cannot be set: {first!r} is not a dictionary.")
     values.update({name: value for name, value in given.items() if value is not None})
@@ -173,6 +173,11 @@ def load_settings(config: str | Path | None = None, overrides: Sequence[str] = (
     if unknown:
         raise ValueError(f"Unknown settings {', '.join(unknown)}; there are: {', '.join(names)}.")
     return RunSettings(**values)
+
+
+def _value(text: str) -> Any:
+    value = read_value(text)
+    return yaml.safe_load(text) if isinstance(value, str) else value  # YAML takes 3e-4 for a text
 
 
 def config_names() -> list[str]:
