@@ -58,6 +58,9 @@ def test_what_is_bundled() -> None:
     together = [numbers for numbers in bundles(jobs, 2) if len(numbers) > 1]
     assert together == [list(range(0, 20, 2)), list(range(20, 40, 2))]
     assert all(len(numbers) == 1 for numbers in bundles(jobs, 3))
+    mnist = smallest("mnist").cells()[0].settings
+    images = [Job("", mnist, seed, Path(), "cpu") for seed in range(20)]
+    assert all(len(numbers) == 1 for numbers in bundles(images, 2))  # measured by callbacks of each seed
     on_gpu = [job._replace(device="cuda") for job in jobs]
     assert sorted(map(len, bundles(on_gpu, 1))) == [20, 20]
 

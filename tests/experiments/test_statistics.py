@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tpo_gym.curves import smooth
 from tpo_gym.experiments.experiment import Claim
-from tpo_gym.experiments.figures import smooth
 from tpo_gym.experiments.statistics import Curves, Estimate, estimate, first_at_most, keeps_order, verdict
 
 pytest.importorskip("scipy")

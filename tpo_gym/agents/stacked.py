@@ -125,6 +125,7 @@ class Stack:
         self._lead = models[0]
         self._template: GroupRollout | None = None
         self._unrecorded: Tensor | None = None
+        self._logs = False
 
     def update(self, log: bool) -> None:
         """Collect a rollout batch of every seed, fit the policies, and write the logs if ``log``."""

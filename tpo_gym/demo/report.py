@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from tpo_gym.curves import smooth
 from tpo_gym.demo.jobs import SETTINGS, TASKS, Result
 
 HAVE_MATPLOTLIB = find_spec("matplotlib") is not None
@@ -123,14 +124,6 @@ def _markdown(results: Sequence[Result], facts: dict[str, Any]) -> str:
     return "\n".join([*lines, "", "![error curves](demo.png)", ""])
 
 
-def _smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """Trailing mean of up to ``width`` values."""
-    sums = np.cumsum(np.concatenate([[0.0], values]))
-    stop = np.arange(1, len(values) + 1)
-    start = np.maximum(0, stop - width)
-    return (sums[stop] - sums[start]) / (stop - start)
-
-
 def _draw(results: Sequence[Result], file: Path) -> None:
     import matplotlib
 
@@ -147,7 +140,7 @@ def _draw(results: Sequence[Result], file: Path) -> None:
             colour, dashes = _STYLES[row.method]
             x = np.array(row.runs[0].interactions) / 1000
             width = 5 if task == "reversal" else 1
-            curves = [_smooth(np.array(run.error), width) for run in row.runs]
+            curves = [smooth(np.array(run.error), width) for run in row.runs]
             for curve in curves:
                 axis.plot(x, curve, color=colour, linewidth=0.8, alpha=0.5)
             axis.plot(x, np.mean(curves, 0), dashes, color=colour, linewidth=2.2, label=row.method)

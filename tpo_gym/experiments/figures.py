@@ -14,8 +14,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
+from tpo_gym.curves import smooth
 from tpo_gym.experiments.experiment import Experiment, Figure
-from tpo_gym.experiments.statistics import Array, Curves
+from tpo_gym.experiments.statistics import Curves
 from tpo_gym.experiments.surplus import BIN_NAMES
 
 Results = Mapping[tuple[str, str], Curves]
@@ -67,17 +68,6 @@ def _chosen(figure: Figure, results: Results) -> Results:
         and (figure.methods is None or method in figure.methods)
         and any(metric in curves.metrics for metric in figure.metrics)
     }
-
-
-def smooth(values: Array, width: int) -> Array:
-    """Trailing running mean over the last axis of up to ``width`` values."""
-    if width <= 1:
-        return values
-    sums = np.cumsum(values, -1)
-    stop = np.arange(values.shape[-1])
-    start = stop - width
-    before = np.where(start >= 0, sums[..., np.maximum(start, 0)], 0.0)
-    return (sums - before) / np.minimum(stop + 1, width)
 
 
 def _curve(axes: Axes, curves: Curves, figure: Figure, metric: str, label: str, colour: Any, dashes: str) -> None:

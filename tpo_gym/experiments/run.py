@@ -20,10 +20,12 @@ from stable_baselines3.common.logger import configure
 from tpo_gym import __version__
 from tpo_gym.agents import train_seeds
 from tpo_gym.experiments.build import algorithm_arguments, algorithm_class, interactions, make_env, make_model
-from tpo_gym.experiments.record import RECORDERS, Progress
+from tpo_gym.experiments.record import RECORDERS, Progress, Recorder
 from tpo_gym.experiments.record_stacked import StackedTable
 from tpo_gym.experiments.settings import Settings
 
+AT_ONCE = "table"
+"""The kind of record that is measured of all stacked seeds at once; others take a callback for each seed."""
 LOG_ENTRIES = 100
 TABLE_LOG_ENTRIES = 25
 """TensorBoard entries per run, and per run of a table: there are many, and an update takes less time than an entry."""
@@ -85,28 +87,30 @@ def carry_out_together(
     started = time.perf_counter()
     for folder in folders:
         _clear(folder)
-    shared = StackedTable(settings, folders, progress) if settings.record == "table" else None
-    recorders = [RECORDERS[settings.record](settings, told) for told in progress]
-    watchers = {
-        seed: CallbackList([LogTo(folder), recorder])
-        for seed, folder, recorder in zip(seeds, folders, recorders, strict=True)
-    }
+    table: StackedTable | None = None
+    recorders: list[Recorder] = []
+    watched: dict[str, Any] = {}
+    if settings.record == AT_ONCE:
+        table = StackedTable(settings, folders, progress)
+        watched["observer"] = table
+    else:
+        recorders = [RECORDERS[settings.record](settings, told) for told in progress]
+        lists = [CallbackList([LogTo(folder), own]) for folder, own in zip(folders, recorders, strict=True)]
+        watched["callback"] = dict(zip(seeds, lists, strict=True)).get
     models = train_seeds(
         algorithm_class(settings),
         lambda: make_env(settings, device),
         seeds,
         total_timesteps=interactions(settings, make_model(settings, seeds[0], device)),
-        callback=watchers.get if shared is None else None,
-        observer=shared,
         log_interval=log_interval(settings),
         backend="stacked",
+        **watched,
         **algorithm_arguments(settings, device),
     )
     seconds = (time.perf_counter() - started) / len(seeds)
     for i, (seed, model) in enumerate(zip(seeds, models, strict=True)):
         model.logger.close()
-        done = recorders[i].updates if shared is None else shared.updates
-        curves = recorders[i].curves() if shared is None else shared.curves(i)
+        done, curves = (table.updates, table.curves(i)) if table else (recorders[i].updates, recorders[i].curves())
         keep(settings, done, curves, model.num_timesteps, seed, folders[i], device, seconds)
     return seconds
 
@@ -127,7 +131,7 @@ class LogTo(BaseCallback):
 
 def log_interval(settings: Settings) -> int:
     """Updates between TensorBoard entries."""
-    return max(1, settings.updates // (TABLE_LOG_ENTRIES if settings.record == "table" else LOG_ENTRIES))
+    return max(1, settings.updates // (TABLE_LOG_ENTRIES if settings.record == AT_ONCE else LOG_ENTRIES))
 
 
 def _clear(folder: Path) -> None:

@@ -14,6 +14,9 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
+from tpo_gym.curves import smooth
+from tpo_gym.llm.study import Run
+
 # Colours of Okabe and Ito, the same for a method as in the paper's figures.
 STYLES = {"target_po": ("TPO", "#0072B2", "-", "o"), "grpo": ("GRPO", "#009E73", "--", "s")}
 SMOOTH = 5
@@ -25,7 +28,8 @@ def draw(report: dict[str, Any], out: Path) -> Path:
     figure, (training, test) = plt.subplots(1, 2, figsize=(10.5, 4.2), layout="constrained")
     for method, cell in report["chosen"].items():
         label, colour, dashes, _ = STYLES[method]
-        curves = np.stack([_exact_matches(out, cell, seed) for seed in range(report["seeds"])])
+        runs = [Run(method, cell["learning_rate"], seed) for seed in range(report["seeds"])]
+        curves = np.stack([_exact_matches(out, run) for run in runs])
         mean, error = curves.mean(0), curves.std(0) / np.sqrt(len(curves))
         steps = np.arange(1, len(mean) + 1)
         training.plot(steps, mean, dashes, color=colour, label=f"{label}, {cell['learning_rate']:g}")
@@ -49,14 +53,10 @@ def draw(report: dict[str, Any], out: Path) -> Path:
     return file
 
 
-def _exact_matches(out: Path, cell: dict[str, Any], seed: int) -> np.ndarray:
-    name = f"{cell['method']}-{cell['learning_rate']:g}-seed{seed}"
-    log = json.loads((out / "runs" / name / "log.json").read_text())
-    values = [entry["rewards/exact_match/mean"] for entry in log if "rewards/exact_match/mean" in entry]
-    sums = np.cumsum([0.0, *values])
-    stop = np.arange(1, len(values) + 1)
-    start = np.maximum(0, stop - SMOOTH)
-    return (sums[stop] - sums[start]) / (stop - start)
+def _exact_matches(out: Path, run: Run) -> np.ndarray:
+    log = json.loads((out / "runs" / run.name / "log.json").read_text())
+    key = "rewards/exact_match/mean"
+    return smooth(np.array([entry[key] for entry in log if key in entry]), SMOOTH)
 
 
 def _draw_test(report: dict[str, Any], axis: Axes) -> None:
