@@ -119,8 +119,9 @@ class _BatchedMuon(torch.optim.Muon):
         for group in self.param_groups:
             batches: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
             for p, update in self._updates(group):
-                small = p.numel() <= _SMALL
-                batches.setdefault((p.device, p.dtype, None if small else p.shape), []).append((p, update))
+                # Small ones are padded together, but not a tiny one to many times its size.
+                size = max(p.shape).bit_length() if p.numel() <= _SMALL else p.shape
+                batches.setdefault((p.device, p.dtype, size), []).append((p, update))
             for pairs in batches.values():
                 settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
                 directions = _orthogonalize([update for _, update in pairs], *settings)
