@@ -27,6 +27,7 @@ from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
 from tpo_gym.agents.masks import apply_masks, check_masks
+from tpo_gym.agents.short_rows import log_softmax
 
 Masks = Tensor | np.ndarray | None
 
@@ -253,7 +254,7 @@ class ActorPolicy(BasePolicy):
 
     def all_log_probs(self, obs: PyTorchObs, action_masks: Masks = None) -> Tensor:
         """Log-probabilities of every action of a Discrete space, ``(N, n)``."""
-        return torch.log_softmax(self._logits(obs, action_masks), dim=-1)
+        return log_softmax(self._logits(obs, action_masks))
 
     def _to_env(self, actions: Tensor) -> Tensor:
         if isinstance(self.action_space, spaces.Box):

@@ -18,6 +18,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from tpo_gym.agents.short_rows import log_softmax, softmax
+
 Anchor = Literal["old", "ratio", "none"]
 ANCHORS: tuple[str, ...] = get_args(Anchor)
 
@@ -106,7 +108,7 @@ def group_log_policy(
         logits = logits / _mean_length(lengths, mask)
     if mask is not None:
         logits = logits.masked_fill(~mask, -torch.inf)
-    return torch.log_softmax(logits, dim=-1)
+    return log_softmax(logits)
 
 
 def mean_log_probs(log_probs: Tensor, lengths: Tensor) -> Tensor:
@@ -154,7 +156,7 @@ def tpo_target(
             tilt = group_log_policy(old_log_probs, mask=mask, lengths=lengths) + tilt
         elif mask is not None:
             tilt = tilt.masked_fill(~mask, -torch.inf)
-        return torch.softmax(tilt, dim=-1)
+        return softmax(tilt)
 
 
 def tpo_loss(

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tpo_gym.agents.actor import ActorPolicy, count_from_zero
 from tpo_gym.agents.optimizers import MuonAdamW
 from tpo_gym.agents.prefix_tree import SharedPrefixes, TreeDecoder
+from tpo_gym.agents.short_rows import log_softmax
 from tpo_gym.agents.transformer import CausalTransformer, TokenLayout, lecun_normal_, read_hidden, select_rows
 
 __all__ = [
@@ -201,7 +202,7 @@ class TransformerPolicy(ActorPolicy):
         decoder = self.decoder(prompts, group_size)
         tokens, log_probs = [], []
         for step in range(self.layout.sequence_length):
-            choices = torch.log_softmax(decoder.logits(), dim=-1)
+            choices = log_softmax(decoder.logits())
             if deterministic:
                 token = choices.argmax(1, keepdim=True)
             elif races is None:
@@ -250,7 +251,7 @@ class TransformerPolicy(ActorPolicy):
         return self._log_probs(torch.cat([first[rows], rest], 1)).view(n_groups, group_size, length, -1)
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
-        return torch.log_softmax(self.action_net(hidden).float(), dim=-1)
+        return log_softmax(self.action_net(hidden).float())
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
         data = super()._get_constructor_parameters()

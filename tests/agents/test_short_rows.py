@@ -1,0 +1,37 @@
+"""The detour for short rows is torch's softmax: values, gradients, vectorized, and in memory order."""
+
+import pytest
+import torch
+
+from tpo_gym.agents.short_rows import SHORT, log_softmax, softmax
+
+SHAPES = [(7,), (5, 1), (5, 3), (6, 4), (6, 10), (2, 3, 15), (5, 16), (4, 40)]
+PAIRS = [(log_softmax, torch.log_softmax), (softmax, torch.softmax)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+def test_values_and_gradients(shape, ours, theirs):
+    torch.manual_seed(0)
+    x = (5 * torch.randn(shape, dtype=torch.float64)).requires_grad_()
+    weights = torch.randn(shape, dtype=torch.float64)
+    value, expected = ours(x), theirs(x, -1)
+    torch.testing.assert_close(value, expected, rtol=1e-13, atol=1e-13)
+    (gradient,) = torch.autograd.grad((weights * value).sum(), x)
+    (wanted,) = torch.autograd.grad((weights * expected).sum(), x)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_masked_entries_stay_impossible():
+    x = torch.tensor([[0.0, -torch.inf, 1.0, -torch.inf, 0.5]], requires_grad=True)
+    value = log_softmax(x)
+    assert torch.equal(value.isinf(), torch.tensor([[False, True, False, True, False]]))
+    value[:, 0].sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_lies_in_memory_as_torchs_does_and_vectorizes():
+    assert 10 in SHORT
+    x = torch.randn(3, 6, 10)
+    assert log_softmax(x).is_contiguous()  # torch.multinomial draws its random numbers in the order of memory
+    torch.testing.assert_close(torch.func.vmap(log_softmax)(x), torch.log_softmax(x, -1))

@@ -1,0 +1,28 @@
+"""Softmax over short rows, such as ten actions, where torch's kernels on a CPU take one number at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SHORT = range(4, 16)
+"""Lengths of rows for which the detour pays: torch's kernel wants 16 numbers at once, and fewer than 4 cost little."""
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    """``torch.log_softmax`` over the last dimension; several times faster on a CPU where that one is short."""
+    return _over_last(torch.log_softmax, x)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """``torch.softmax`` over the last dimension: see :func:`log_softmax`."""
+    return _over_last(torch.softmax, x)
+
+
+def _over_last(kernel: Callable[[Tensor, int], Tensor], x: Tensor) -> Tensor:
+    if x.ndim > 1 and x.shape[-1] in SHORT and x.device.type == "cpu":
+        # Over the first dimension it takes many rows at once. Contiguous, as samplers draw in the order of memory.
+        return kernel(x.movedim(-1, 0), 0).movedim(0, -1).contiguous()
+    return kernel(x, -1)
