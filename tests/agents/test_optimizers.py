@@ -162,3 +162,28 @@ def test_matrices_move_together_as_alone():
     for p, q in zip(ours, alone, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
     assert torch.equal(ours[-1], alone[-1])
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_the_rest_equals_torchs_nadam(weight_decay):
+    """Also where a gradient is missing for a step, where a state is saved in between, and with torch's own state."""
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in [(3,), (2, 3, 4), (), (5,)]]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    constant = dict(momentum_decay=1e6, decoupled_weight_decay=True)
+    reference = torch.optim.NAdam(theirs, lr=0.02, weight_decay=weight_decay, **constant)
+    optimizer = MuonAdamW(ours, lr=0.02, weight_decay=weight_decay)
+    for step in range(6):
+        if step == 3:
+            optimizer, state = MuonAdamW(ours, lr=0.5), optimizer.state_dict()
+            optimizer.load_state_dict(copy.deepcopy(state))
+        if step == 5:  # a file of before this optimizer held torch's
+            optimizer = MuonAdamW(ours, lr=0.5)
+            optimizer.load_state_dict({"NAdam": copy.deepcopy(reference.state_dict())})
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            p.grad = None if (step, i) in ((1, 1), (4, 0)) else torch.randn(p.shape, dtype=torch.float64)
+            q.grad = None if p.grad is None else p.grad.clone()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-7)  # torch's keeps the product of momenta in float32

@@ -27,7 +27,8 @@ def test_masked_entries_stay_impossible():
     value = log_softmax(x)
     assert torch.equal(value.isinf(), torch.tensor([[False, True, False, True, False]]))
     value[:, 0].sum().backward()
-    assert x.grad is not None and x.grad.isfinite().all()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
 
 
 def test_lies_in_memory_as_torchs_does_and_vectorizes():

@@ -56,10 +56,7 @@ class MuonAdamW(torch.optim.Optimizer):
             groups = [group for group in others if group["params"]]
             adam = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
             self._inner.append(
-                # Dozat's schedule of the momentum would begin at half of it; this one is constant from the first step.
-                torch.optim.NAdam(groups, **adam, momentum_decay=1e6, decoupled_weight_decay=True, foreach=True)  # type: ignore[arg-type]
-                if nesterov
-                else torch.optim.AdamW(groups, **adam, fused=True)  # type: ignore[arg-type]
+                _FlatNAdam(groups, adam) if nesterov else torch.optim.AdamW(groups, **adam, fused=True)  # type: ignore[arg-type]
             )
         self._share_groups()
 
@@ -104,7 +101,58 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def _name(inner: torch.optim.Optimizer) -> str:
-    return "Muon" if isinstance(inner, torch.optim.Muon) else type(inner).__name__
+    return {"_BatchedMuon": "Muon", "_FlatNAdam": "NAdam"}.get(type(inner).__name__, type(inner).__name__)
+
+
+class _FlatNAdam(torch.optim.Optimizer):
+    """``torch.optim.NAdam`` with decoupled weight decay and constant momentum, on all tensors of a group as one vector.
+
+    Most tensors that are not matrices are small, and torch's would spend its time on launching operations for each.
+    (Dozat's schedule of the momentum, which torch's has, would begin at half of it.)
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step."""
+        for group in self.param_groups:
+            batches: dict[tuple[Any, ...], list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = int(state.get("step", 0)) + 1
+                    batches.setdefault((p.device, p.dtype, state["step"]), []).append(p)
+            for (*_, step), params in batches.items():
+                self._step_together(params, step, group)
+
+    def _step_together(self, params: list[Tensor], step: int, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        gradient = torch.cat([p.grad.flatten() for p in params])  # type: ignore[union-attr]
+        mean, square = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        size = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        ahead = mean.mul(beta1 / (1 - beta1 ** (step + 1))).add_(gradient, alpha=(1 - beta1) / (1 - beta1**step))
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, _parts(ahead.div_(size).mul_(-group["lr"]), params))
+
+    def _moments(self, params: list[Tensor], name: str) -> Tensor:
+        """One vector, of which the parameters' own states are parts."""
+        parts = [self.state[p].get(name) for p in params]
+        whole = None if parts[0] is None else parts[0]._base
+        total = sum(p.numel() for p in params)
+        if whole is None or whole.shape != (total,) or any(part is None or part._base is not whole for part in parts):
+            own = [torch.zeros_like(p) if part is None else part for p, part in zip(params, parts, strict=True)]
+            whole = torch.cat([part.flatten() for part in own])
+            for p, part in zip(params, _parts(whole, params), strict=True):
+                self.state[p][name] = part
+        return whole
+
+
+def _parts(whole: Tensor, params: list[Tensor]) -> list[Tensor]:
+    """What belongs to each parameter, in its shape."""
+    pieces = whole.split([p.numel() for p in params])
+    return [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
 
 
 class _BatchedMuon(torch.optim.Muon):

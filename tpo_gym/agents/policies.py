@@ -16,7 +16,14 @@ from tpo_gym.agents.actor import ActorPolicy, count_from_zero
 from tpo_gym.agents.optimizers import MuonAdamW
 from tpo_gym.agents.prefix_tree import SharedPrefixes, TreeDecoder
 from tpo_gym.agents.short_rows import log_softmax
-from tpo_gym.agents.transformer import CausalTransformer, TokenLayout, lecun_normal_, read_hidden, select_rows
+from tpo_gym.agents.transformer import (
+    CausalTransformer,
+    TokenLayout,
+    lecun_normal_,
+    read_hidden,
+    select_rows,
+    with_room,
+)
 
 __all__ = [
     "ActorPolicy",
@@ -274,7 +281,9 @@ class Decoder:
             return
         hidden, cache = policy.model(prompts, read_from=prompts.shape[1] - 1)
         rows = torch.arange(prompts.shape[0], device=prompts.device).repeat_interleave(group_size)
-        self._cache, self._last = select_rows(cache, rows), hidden[rows, 0]
+        self._filled = prompts.shape[1]
+        self._cache = with_room(cache, rows, self._filled + policy.layout.sequence_length - 1)
+        self._last = hidden[rows, 0]
 
     def append(self, tokens: Tensor) -> None:
         """Extend every completion by one token, ``(B * K,)``."""
@@ -290,8 +299,8 @@ class Decoder:
             if self._tree is not None:
                 self._tree.append(self._pending)
             else:
-                hidden, self._cache = self._policy.model(self._pending.unsqueeze(1), self._cache)
-                self._last = hidden[:, -1]
+                hidden, self._cache = self._policy.model(self._pending.unsqueeze(1), self._cache, 0, self._filled)
+                self._last, self._filled = hidden[:, -1], self._filled + 1
             self._pending = None
         if self._tree is not None:
             return self._policy.action_net(self._tree.hidden).float()[self._tree.tree.node_of]

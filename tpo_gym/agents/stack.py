@@ -111,11 +111,13 @@ class Networks:
         """The action head."""
         return self._rows(lambda policy, hidden: policy.action_net(hidden), hidden)
 
-    def model(self, tokens: Tensor, past: Cache | None = None, read_from: int = 0) -> tuple[Tensor, Cache]:
+    def model(
+        self, tokens: Tensor, past: Cache | None = None, read_from: int = 0, filled: int | None = None
+    ) -> tuple[Tensor, Cache]:
         """The transformer: see :class:`~tpo_gym.agents.transformer.CausalTransformer`."""
         if past is None:
             return self._rows(lambda policy, tokens: policy.model(tokens, None, read_from), tokens)
-        return self._rows(lambda policy, tokens, past: policy.model(tokens, past, read_from), tokens, past)
+        return self._rows(lambda policy, tokens, past: policy.model(tokens, past, read_from, filled), tokens, past)
 
     def decoder(self, prompts: Tensor, group_size: int = 1) -> Decoder:
         """See :meth:`TransformerPolicy.decoder`."""

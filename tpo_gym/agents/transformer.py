@@ -107,18 +107,22 @@ class CausalTransformer(nn.Module):
         positions = self.position_table[:, start : start + tokens.shape[-1]].T
         return F.embedding(tokens, self.token_table.T) + positions
 
-    def forward(self, tokens: Tensor, past: Cache | None = None, read_from: int = 0) -> tuple[Tensor, Cache]:
+    def forward(
+        self, tokens: Tensor, past: Cache | None = None, read_from: int = 0, filled: int | None = None
+    ) -> tuple[Tensor, Cache]:
         """Hidden states of ``tokens`` that follow ``past``.
 
         Args:
             tokens: ``(N, T)`` int64.
             past: Keys and values of the preceding positions, one row per row of ``tokens``.
             read_from: First of the ``T`` positions whose hidden state is wanted; the last block computes no other.
+            filled: Only so many positions of ``past`` are there, the rest is room: see :func:`with_room`. Keys and
+                values are then written into it, which no gradient goes through.
 
         Returns:
             ``(N, T - read_from, d_model)`` after the final LayerNorm, and the cache that includes all these tokens.
         """
-        start, length = past[0].shape[1] if past else 0, tokens.shape[1]
+        start, length = (filled or past[0].shape[1]) if past else 0, tokens.shape[1]
         if length > 1 and self.token_table.shape[1] <= len(tokens):
             # The first block's projections are computed once per symbol (token at a position), not per row.
             positions = torch.arange(start, start + length, device=tokens.device)
@@ -132,10 +136,16 @@ class CausalTransformer(nn.Module):
             if i:
                 qkv = block.project(x)
             q, kv = self.split(qkv)
-            cache.append(torch.cat([past[i], kv], dim=1) if past else kv)
+            if past and filled:
+                past[i][:, start : start + length] = kv
+                cache.append(past[i])
+                kv = past[i][:, : start + length]
+            else:
+                kv = torch.cat([past[i], kv], dim=1) if past else kv
+                cache.append(kv)
             if i + 1 == len(self.blocks) and read_from:
                 x, q = x[:, read_from:], q[:, read_from:]
-            x = block.finish(x, block.attend(q, cache[-1]))
+            x = block.finish(x, block.attend(q, kv))
         return self.final_norm(x), cache
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,6 +162,14 @@ class CausalTransformer(nn.Module):
 def select_rows(cache: Cache, rows: Tensor) -> Cache:
     """The cache with the given rows, e.g. each prompt's row once per candidate."""
     return [kv[rows] for kv in cache]
+
+
+def with_room(cache: Cache, rows: Tensor, length: int) -> Cache:
+    """The given rows as in :func:`select_rows`, with room for ``length`` positions, in which decoding can go on."""
+    wider = [kv.new_empty(len(rows), length, kv.shape[2]) for kv in cache]
+    for room, kv in zip(wider, cache, strict=True):
+        room[:, : kv.shape[1]] = kv[rows]
+    return wider
 
 
 class TokenLayout:
