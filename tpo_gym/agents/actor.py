@@ -26,8 +26,8 @@ from stable_baselines3.common.torch_layers import (
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
+from tpo_gym.agents.categorical import log_softmax
 from tpo_gym.agents.masks import apply_masks, check_masks
-from tpo_gym.agents.short_rows import log_softmax
 
 Masks = Tensor | np.ndarray | None
 

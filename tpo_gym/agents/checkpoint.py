@@ -307,7 +307,7 @@ class CheckpointMixin(BaseAlgorithm):
 
 def _hide_later_events(logger: Any, step: int) -> None:
     """Tell TensorBoard that what a killed process logged after ``step`` is superseded."""
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
     for output in logger.output_formats:
         if isinstance(output, TensorBoardOutputFormat):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tpo_gym.agents.actor import log_prob_many, sample_many
+from tpo_gym.agents.categorical import sample
 from tpo_gym.agents.group_env import BatchedGroupEnv, GroupEnv, Step
 from tpo_gym.agents.objectives import one_hot_scores
 from tpo_gym.agents.policies import ActorPolicy, TransformerPolicy
@@ -271,7 +272,7 @@ def collect_all_actions(
     action_masks = env.action_masks()
     log_policy = policy.all_log_probs(obs, **mask_argument(action_masks))
     probabilities = log_policy.exp()
-    index = torch.multinomial(probabilities, 1).squeeze(1)
+    index = sample(probabilities)
     step = env.step(index + policy.action_start)
     if not step.dones.all():
         raise ValueError(
@@ -335,7 +336,7 @@ def collect_exact(
     n_contexts, n_actions = log_policy.shape
     every_action = torch.arange(n_actions, device=env.env.device).expand(n_contexts, -1) + policy.action_start
     rewards = env.env.score_actions(every_action).to(log_policy.device)
-    step = env.step(torch.multinomial(probabilities, 1).squeeze(1) + policy.action_start)
+    step = env.step(sample(probabilities) + policy.action_start)
     if not on_step(step):
         return None
     returns = (probabilities * rewards).sum(-1)

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tpo_gym.agents.short_rows import log_softmax, softmax
+from tpo_gym.agents.categorical import log_softmax, softmax
 
 Anchor = Literal["old", "ratio", "none"]
 ANCHORS: tuple[str, ...] = get_args(Anchor)

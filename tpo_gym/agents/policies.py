@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tpo_gym.agents.actor import ActorPolicy, count_from_zero
+from tpo_gym.agents.categorical import log_softmax
 from tpo_gym.agents.optimizers import MuonAdamW
 from tpo_gym.agents.prefix_tree import SharedPrefixes, TreeDecoder
-from tpo_gym.agents.short_rows import log_softmax
 from tpo_gym.agents.transformer import (
     CausalTransformer,
     TokenLayout,

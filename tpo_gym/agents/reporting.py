@@ -63,9 +63,9 @@ class ReportingMixin(BaseAlgorithm):
         assert self.ep_info_buffer is not None and self.ep_success_buffer is not None
         env = self._group_env.env  # type: ignore[attr-defined]
         seconds = round(time.time() - self.start_time / 1e9, 6)
-        for value in returns:
-            self.ep_info_buffer.append({"r": value, "l": env.horizon, "t": seconds})
-            self.ep_success_buffer.append(value >= env.max_return)
+        length, highest = env.horizon, env.max_return
+        self.ep_info_buffer.extend([{"r": value, "l": length, "t": seconds} for value in returns])
+        self.ep_success_buffer.extend([value >= highest for value in returns])
 
     def _record_all(self, names: Sequence[str], values: Sequence[float]) -> None:
         for name, value in zip(names, values, strict=True):

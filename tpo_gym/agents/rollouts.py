@@ -25,6 +25,11 @@ def mask_argument(action_masks: Tensor | None, rows: Tensor | None = None) -> di
     return {"action_masks": action_masks if rows is None else action_masks[rows]}
 
 
+def sum_of_steps(step_log_probs: Tensor) -> Tensor:
+    """Log-probabilities of candidates ``(B, K)`` from those of their decisions ``(B, K, T)``."""
+    return step_log_probs.squeeze(-1) if step_log_probs.shape[-1] == 1 else step_log_probs.sum(-1)
+
+
 class Evaluation(NamedTuple):
     """The current policy on the candidates of ``b`` groups."""
 
@@ -36,7 +41,7 @@ class Evaluation(NamedTuple):
     @property
     def log_probs(self) -> Tensor:
         """Log-probability of each candidate: the sum over its decisions, ``(b, K)``."""
-        return self.step_log_probs.sum(-1)
+        return sum_of_steps(self.step_log_probs)
 
 
 class Candidates(Protocol):
@@ -213,7 +218,7 @@ class GroupRollout:
     """Log-probability of each candidate when it was sampled, ``(B, K)``."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "old_log_probs", self.old_step_log_probs.sum(-1))
+        object.__setattr__(self, "old_log_probs", sum_of_steps(self.old_step_log_probs))
 
     @property
     def lengths(self) -> Tensor:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from stable_baselines3.common.logger import configure
 from torch import Tensor
 
 from tpo_gym.agents.env_setup import native_env
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.stack_observer import StackObserver
 from tpo_gym.agents.stacked import Stack
+from tpo_gym.experiments.events import events_logger
 from tpo_gym.experiments.record import Progress, log_hparams, right_actions, table_error, table_misalignment
 from tpo_gym.experiments.settings import Settings
 
@@ -39,7 +39,7 @@ class StackedTable(StackObserver):
 
     def on_training_start(self, models: Sequence[GroupAlgorithm]) -> None:
         for model, folder in zip(models, self._folders, strict=True):
-            model.set_logger(configure(str(folder), ["tensorboard"]))
+            model.set_logger(events_logger(folder))
             log_hparams(self.settings, model)
         tables: list[Tensor] = [model.policy.action_net.weight for model in models]  # type: ignore[misc]
         rights = [right_actions(native_env(model.env), table) for model, table in zip(models, tables, strict=True)]

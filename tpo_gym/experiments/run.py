@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 from stable_baselines3.common.callbacks import BaseCallback, CallbackList
-from stable_baselines3.common.logger import configure
 
 from tpo_gym import __version__
 from tpo_gym.agents import train_seeds
 from tpo_gym.experiments.build import algorithm_arguments, algorithm_class, interactions, make_env, make_model
+from tpo_gym.experiments.events import events_logger
 from tpo_gym.experiments.record import RECORDERS, Progress, Recorder
 from tpo_gym.experiments.record_stacked import StackedTable
 from tpo_gym.experiments.settings import Settings
@@ -63,7 +63,7 @@ def carry_out(settings: Settings, seed: int, folder: Path, device: str, progress
     started = time.perf_counter()
     _clear(folder)
     model = make_model(settings, seed, device)
-    model.set_logger(configure(str(folder), ["tensorboard"]))
+    model.set_logger(events_logger(folder))
     recorder = RECORDERS[settings.record](settings, progress)
     model.learn(interactions(settings, model), callback=recorder, log_interval=log_interval(settings))
     model.logger.close()
@@ -123,7 +123,7 @@ class LogTo(BaseCallback):
         self.folder = folder
 
     def _init_callback(self) -> None:
-        self.model.set_logger(configure(str(self.folder), ["tensorboard"]))
+        self.model.set_logger(events_logger(self.folder))
 
     def _on_step(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Softmax over short rows, such as ten actions, where torch's kernels on a CPU take one number at a time."""
+"""Categorical distributions, where torch's kernels take a slow way on a CPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 SHORT = range(4, 16)
-"""Lengths of rows for which the detour pays: torch's kernel wants 16 numbers at once, and fewer than 4 cost little."""
+"""Lengths of rows, e.g. ten actions, for which a detour pays: torch's softmax wants 16 numbers at once, else it takes
+one at a time; fewer than 4 cost little."""
 
 
 def log_softmax(x: Tensor) -> Tensor:
@@ -26,3 +27,14 @@ def _over_last(kernel: Callable[[Tensor, int], Tensor], x: Tensor) -> Tensor:
         # Over the first dimension it takes many rows at once. Contiguous, as samplers draw in the order of memory.
         return kernel(x.movedim(-1, 0), 0).movedim(0, -1).contiguous()
     return kernel(x, -1)
+
+
+def sample(probabilities: Tensor) -> Tensor:
+    """One draw from each row of ``(N, n)``: ``(N,)``.
+
+    A single one costs torch a random number per entry. For several, which it draws on a CPU by inverting the
+    distribution, it takes one each: so there two are drawn and one is kept.
+    """
+    if probabilities.device.type == "cpu":
+        return torch.multinomial(probabilities, 2, replacement=True)[:, 0]
+    return torch.multinomial(probabilities, 1).squeeze(1)

@@ -1,9 +1,9 @@
-"""The detour for short rows is torch's softmax: values, gradients, vectorized, and in memory order."""
+"""The detours give what torch gives: softmax, vectorized and differentiated, and draws as frequent as probable."""
 
 import pytest
 import torch
 
-from tpo_gym.agents.short_rows import SHORT, log_softmax, softmax
+from tpo_gym.agents.categorical import SHORT, log_softmax, sample, softmax
 
 SHAPES = [(7,), (5, 1), (5, 3), (6, 4), (6, 10), (2, 3, 15), (5, 16), (4, 40)]
 PAIRS = [(log_softmax, torch.log_softmax), (softmax, torch.softmax)]
@@ -36,3 +36,13 @@ def test_lies_in_memory_as_torchs_does_and_vectorizes():
     x = torch.randn(3, 6, 10)
     assert log_softmax(x).is_contiguous()  # torch.multinomial draws its random numbers in the order of memory
     torch.testing.assert_close(torch.func.vmap(log_softmax)(x), torch.log_softmax(x, -1))
+
+
+def test_draws_are_as_frequent_as_probable_and_never_impossible():
+    torch.manual_seed(0)
+    probabilities = torch.tensor([[0.0, 0.5, 0.2, 0.3, 0.0], [0.05, 0.0, 0.0, 0.0, 0.95]])
+    drawn = sample(probabilities.repeat_interleave(20_000, 0)).view(2, -1)
+    frequencies = torch.stack([torch.bincount(row, minlength=5) / 20_000 for row in drawn])
+    assert (frequencies[probabilities == 0] == 0).all()
+    error = (probabilities * (1 - probabilities) / 20_000).sqrt()  # of a frequency
+    assert ((frequencies - probabilities).abs() <= 4 * error).all()
