@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tpo_gym.agents.categorical import softmax
 from tpo_gym.agents.env_setup import native_env
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.stack_observer import StackObserver
@@ -44,7 +45,7 @@ class StackedTable(StackObserver):
         tables: list[Tensor] = [model.policy.action_net.weight for model in models]  # type: ignore[misc]
         rights = [right_actions(native_env(model.env), table) for model, table in zip(models, tables, strict=True)]
         self._right = torch.stack(rights)
-        self._policy = torch.stack(tables).detach().double().softmax(-1)
+        self._policy = softmax(torch.stack(tables).detach().double())
 
     def on_rollout_end(self, stack: Stack) -> None:
         self._first_step = True
@@ -61,7 +62,7 @@ class StackedTable(StackObserver):
 
     def after_step(self, stack: Stack) -> None:
         (table,) = stack.networks.weights.values()
-        self._policy = table.detach().double().softmax(-1)
+        self._policy = softmax(table.detach().double())
         self._note("error_after", table_error(self._policy, self._right))
 
     def _note(self, name: str, values: Tensor) -> None:
