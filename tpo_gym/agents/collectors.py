@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -149,11 +150,11 @@ def collect_sequences(
     assert isinstance(tasks, BatchedTokens)
     rewards, _ = tasks.step_sequences(tokens.flatten(0, 1).to(tasks.device))
     rewards = rewards.to(tokens.device)
-    observations = tasks.observations()
+    observe = cache(tasks.observations)
     n_steps = rewards.shape[1]
     for t in range(n_steps):
         dones = np.full(env.num_envs, t + 1 == n_steps)
-        if not on_step(Step(observations, rewards[:, t], dones, None, env.num_envs)):
+        if not on_step(Step(observe, rewards[:, t], dones, None, env.num_envs)):
             return None
     step_rewards = rewards.unflatten(0, (-1, group_size))
     scores = step_rewards.sum(-1)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import MaybeCallback, Schedule
 from stable_baselines3.common.vec_env import VecEnv
@@ -259,6 +259,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self._boundary = capture(self)  # what a file saved before the end of this rollout batch goes on from
         callback.on_rollout_start()
         rewards: list[Tensor] = []
+        watched = not (isinstance(callback, ConvertCallback) and callback.callback is None)  # what SB3 makes of None
 
         def on_step(step: Step) -> bool:
             self.num_timesteps += step.interactions
@@ -267,7 +268,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
                 self._update_info_buffer(step.infos, step.dones)
             if len(rewards) == LONG_EPISODE:
                 _warn_of_long_episodes()
-            callback.update_locals(self._step_locals(step, rewards))
+            if watched:
+                callback.update_locals(self._step_locals(step, rewards))
             return callback.on_step()
 
         rollout = self._processes.collect(self, on_step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -26,13 +28,19 @@ from tpo_gym.envs.vector_adapter import VectorEnvAdapter
 class Step(NamedTuple):
     """One vector step. Tensors on the training device; ``dones`` on the host, so that loops need no device sync."""
 
-    observations: Observations
+    observe: Callable[[], Observations]
+    """Gives the observations after the step, until the next one: making them takes time, and not all read them."""
     rewards: Tensor
     dones: np.ndarray
     infos: list[dict[str, Any]] | None
     """SB3's info dictionaries, where the environment makes them."""
     interactions: int
     """Interactions with the environment that this step took."""
+
+    @property
+    def observations(self) -> Observations:
+        """Observations after the step."""
+        return self.observe()
 
 
 class GroupEnv(Protocol):
@@ -89,7 +97,7 @@ class BatchedGroupEnv(OneProcessEnv):
 
     def start(self, group_size: int) -> Tensor:
         if self.env.group_size == group_size and self.env.at_start:
-            observations = self.env.observations()  # the last step's autoreset already drew this batch's contexts
+            observations = self.env.observations(again=False)  # the last step's autoreset drew this batch's contexts
         else:
             observations, _ = self.env.reset(options={"group_size": group_size})
         return observations.to(self.device)
@@ -100,10 +108,13 @@ class BatchedGroupEnv(OneProcessEnv):
         return self.env.reset(options=options)[0].to(self.device)
 
     def step(self, actions: Tensor) -> Step:
-        observations, rewards, _, _, _ = self.env.step(actions.to(self.env.device))
+        rewards = self.env.advance(actions.to(self.env.device))
         # Episodes have one fixed length, so all sub-environments end together.
         dones = np.full(self.num_envs, self.env.at_start)
-        return Step(observations.to(self.device), rewards.to(self.device), dones, None, self.num_envs)
+        return Step(cache(self._observe), rewards.to(self.device), dones, None, self.num_envs)
+
+    def _observe(self) -> Tensor:
+        return self.env.observations().to(self.device)
 
     def action_masks(self) -> None:
         return None
@@ -194,8 +205,9 @@ class VecGroupEnv(OneProcessEnv):
         count = getattr(self._base, "n_interactions", self.num_envs)
         if self._trials is not None:
             count += self._trials.take_count()
+        made = obs_as_tensor(observations, self.device)  # type: ignore[arg-type]
         return Step(
-            obs_as_tensor(observations, self.device),  # type: ignore[arg-type]
+            lambda: made,
             torch.as_tensor(rewards, dtype=torch.float32, device=self.device),
             np.asarray(dones, dtype=bool),
             list(infos),

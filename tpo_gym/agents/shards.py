@@ -217,14 +217,14 @@ class VecPart:
         heard = self._exchange.objects((step.rewards[rows].tolist(), dones, told, step.interactions, running))
         self._running = any(entry[4] for entry in heard)
         self._last = Step(
-            self._own(step.observations),
+            lambda: self._own(step.observations),
             step.rewards.new_tensor([reward for entry in heard for reward in entry[0]]),
             np.concatenate([entry[1] for entry in heard]),
             [info for entry in heard for info in entry[2]],
             sum(entry[3] for entry in heard),
         )
         self._last.infos[rows] = infos  # type: ignore[index]
-        return Step(self._last.observations, step.rewards[rows], dones, infos, step.interactions)
+        return Step(self._last.observe, step.rewards[rows], dones, infos, step.interactions)
 
     def everywhere(self, step: Step) -> Step:
         """As :meth:`BatchedPart.everywhere`; of other processes' infos only :data:`REPORTED`."""

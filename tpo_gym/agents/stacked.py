@@ -209,7 +209,7 @@ class Stack:
     def _call_back(self, i: int, step: Step, rewards: list[Tensor]) -> None:
         run, n_rows = self.runs[i], self.env.num_envs // len(self.runs)
         rows = slice(i * n_rows, (i + 1) * n_rows)
-        own = Step(step.observations[rows], step.rewards[rows], step.dones[rows], None, 0)  # type: ignore[index]
+        own = Step(lambda: step.observations[rows], step.rewards[rows], step.dones[rows], None, 0)  # type: ignore[index]
         with self._noise.paused(), run.random.entered():
             run.callback.update_locals(run.model._step_locals(own, [values[rows] for values in rewards]))
             run.stopped = not run.callback.on_step()

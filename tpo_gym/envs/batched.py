@@ -123,7 +123,7 @@ class BatchedEnv(VectorEnv[Tensor, Any, Tensor], ABC):
         """Returns the current observations (num_envs, ...) in memory of their own."""
 
     def _last_observe(self) -> Tensor:
-        """Returns what ``_observe`` would; the sub-environments whose episodes are over are restarted right after."""
+        """Returns what ``_observe`` would, for the last time: most sub-environments are restarted next."""
         return self._observe()
 
     @abstractmethod
@@ -206,13 +206,7 @@ class BatchedEnv(VectorEnv[Tensor, Any, Tensor], ABC):
             TypeError: The actions are not integers.
             ValueError: The actions have another shape, or (CPU) one is out of range.
         """
-        self._require_live()
-        actions = as_actions(actions, self.num_envs, self._num_actions, self.device)
-        done: np.ndarray | bool
-        if isinstance(self._elapsed, int):
-            rewards, done = self._step_together(actions, self._elapsed)
-        else:
-            rewards, done = self._step_apart(actions, self._elapsed)
+        rewards, done = self._take_step(actions)
         infos = {} if done is False else self._end_episodes(done)
         return self._observe(), rewards, self._flags(done), self._flags(False), infos
 
@@ -232,14 +226,29 @@ class BatchedEnv(VectorEnv[Tensor, Any, Tensor], ABC):
         """Whether every sub-environment is at the first step of an episode."""
         return self._started and not np.any(self._elapsed)
 
-    def observations(self) -> Tensor:
+    def advance(self, actions: Any) -> Tensor:
+        """As ``step``, for those who ask for ``observations`` when they need them: returns the rewards alone.
+
+        Making observations and infos may take longer than all the rest of a step.
+        """
+        if type(self).step is not BatchedEnv.step:  # a subclass that rewards otherwise
+            return self.step(actions)[1]
+        rewards, done = self._take_step(actions)
+        if done is not False and self.autoreset_mode is AutoresetMode.SAME_STEP:
+            self._start(None if done is True else np.flatnonzero(done))
+        return rewards
+
+    def observations(self, again: bool = True) -> Tensor:
         """Returns the current observations again, in memory of their own.
+
+        Args:
+            again: Whether they may be asked for once more; else no copy of them is kept where they took long to make.
 
         Raises:
             ResetNeeded: ``reset`` was never called.
         """
         self._require_start()
-        return self._observe()
+        return self._observe() if again else self._last_observe()
 
     def score_actions(self, actions: Any) -> Tensor:
         """Returns what candidate actions would earn in the current state, without stepping.
@@ -332,6 +341,14 @@ class BatchedEnv(VectorEnv[Tensor, Any, Tensor], ABC):
             steps = self._steps()
             steps[rows] = 0
             self._elapsed = _compact(steps)
+
+    def _take_step(self, actions: Any) -> tuple[Tensor, np.ndarray | bool]:
+        """Returns rewards and which episodes end (one flag for all of them); these are not restarted yet."""
+        self._require_live()
+        actions = as_actions(actions, self.num_envs, self._num_actions, self.device)
+        if isinstance(self._elapsed, int):
+            return self._step_together(actions, self._elapsed)
+        return self._step_apart(actions, self._elapsed)
 
     def _step_together(self, actions: Tensor, elapsed: int) -> tuple[Tensor, bool]:
         """One step in lockstep; returns rewards and whether the episodes end."""
