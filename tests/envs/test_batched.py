@@ -109,6 +109,38 @@ def test_observations_are_the_callers_own(task, random_actions):
         assert torch.equal(env.observations(), kept)
 
 
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_advancing_is_stepping_without_looking(task, mode, random_actions):
+    stepped, advanced = (task.make_vec(4, autoreset_mode=mode) for _ in range(2))
+    for env in (stepped, advanced):
+        env.reset(seed=5, options={"group_size": 2})
+    for turn in range(2 * stepped.horizon + 2):
+        if mode is AutoresetMode.DISABLED and turn and turn % stepped.horizon == 0:
+            for env in (stepped, advanced):
+                env.reset()
+        actions = random_actions(stepped)
+        observation, rewards, *_ = stepped.step(actions)
+        assert torch.equal(advanced.advance(actions), rewards)
+        if turn % 2:
+            assert torch.equal(advanced.observations(again=False), observation)
+            assert torch.equal(advanced.observations(), observation)
+    for name, value in advanced.get_state().items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(stepped.get_state()[name]))
+
+
+def test_a_subclass_that_rewards_otherwise_advances_otherwise(random_actions):
+    class Doubled(type(make_tokens())):
+        def step(self, actions):
+            observation, rewards, *rest = super().step(actions)
+            return observation, 2 * rewards, *rest
+
+    env, plain = Doubled(sequence_length=3, vocab_size=2, num_envs=6), make_tokens(vocab_size=2)
+    for each in (env, plain):
+        each.reset(seed=0)
+    actions = random_actions(plain)
+    assert torch.equal(env.advance(actions), 2 * plain.advance(actions))
+
+
 def test_stepping_and_resetting_see_the_same_contexts(task, random_actions):
     stepped, reset = task.make_vec(4), task.make_vec(4)
     options = {"group_size": 2}
