@@ -307,7 +307,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         losses, norms, entropies = [], [], []
         for _ in range(self.n_epochs):
             for parameter in parameters:
-                parameter.grad = None  # as `zero_grad`, a tenth of the overhead of a small update
+                parameter.grad = None  # as `zero_grad`, which takes longer
             loss, entropy = self._processes.accumulate_gradients(self, rollout, frozen, weights)
             norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
             if self.max_grad_norm is not None:
