@@ -488,3 +488,29 @@ def test_videos_of_our_tasks(tmp_path: Path) -> None:
     TPO("MlpPolicy", recorder, group_size=2, seed=0).learn(40)
     recorder.close()
     assert [file.suffix for file in tmp_path.iterdir()] == [".mp4"]
+
+
+def test_looking_changes_nothing_and_shows_what_the_policy_sees_next() -> None:
+    """Observations are made when a callback reads them: the next batch's contexts, and the same training."""
+    shown: list[np.ndarray] = []
+    seen: list[torch.Tensor] = []
+
+    class Look(BaseCallback):
+        def _on_step(self) -> bool:
+            shown.append(self.locals["new_obs"].copy())
+            self.locals["new_obs"][:] = -1  # the callback's own memory
+            return True
+
+        def _on_rollout_end(self) -> None:
+            seen.append(self.model.rollout.candidates.observations.clone())  # type: ignore[attr-defined]
+
+    def train(callback: BaseCallback | None) -> TPO:
+        env: Any = gym.make_vec("tpo_gym/MNISTBandit-v0", 10, split="test")
+        return TPO("MlpPolicy", env, candidates="all_actions", seed=0).learn(40, callback)
+
+    watched, alone = train(Look()), train(None)
+    assert len(shown) == len(seen) == 4
+    for image, observation in zip(shown, seen[1:], strict=False):
+        np.testing.assert_array_equal(image, observation.numpy())
+    for p, q in zip(watched.policy.parameters(), alone.policy.parameters(), strict=True):
+        assert torch.equal(p, q)

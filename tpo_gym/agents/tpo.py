@@ -59,7 +59,8 @@ class TPO(GroupAlgorithm):
             candidates, so that long episodes do not saturate the group's softmax.
         skip_neutral: Take no step on a batch in which no group has a signal. Its gradient is zero at the snapshot, but
             Adam and Muon make steps of full size of whatever momentum and rounding leave. ``"auto"``: with
-            ``anchor="ratio"``; the paper's forms step on every batch, as the reference does.
+            ``anchor="ratio"``; the paper's forms step on every batch, as the reference does. Where successes are rare
+            it may cost time (docs/experiments.md).
         std_floor: If positive, a group's scores are divided by at least this deviation, which softens groups whose
             scores hardly differ.
         max_grad_norm: Clip the gradient's norm to this; ``None``: no clipping.
