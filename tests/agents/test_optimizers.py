@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from tpo_gym.agents.optimizers import MuonAdamW, parameters_of
+from tpo_gym.agents.optimizers import MuonAdamW
 from tpo_gym.agents.transformer import CausalTransformer
+
+
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def stepped(module, optimizer, seed=0):

@@ -295,7 +295,9 @@ def test_number_of_timesteps_can_be_overridden(tmp_path):
 
 def scalars(folder, key="train/loss"):
     events = EventAccumulator(str(folder)).Reload()
-    return {event.step: event.value for event in events.Scalars(key)}, len(events.Scalars(key))
+    # Sorted, since files of one second are read in the order of a counter's digits: the 10th before the 9th.
+    steps = sorted((event.step, event.value) for event in events.Scalars(key))
+    return dict(steps), len(steps)
 
 
 def test_tensorboard_shows_one_curve(tmp_path):

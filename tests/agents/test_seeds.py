@@ -178,6 +178,105 @@ def test_a_saved_stacked_model_holds_its_own_weights_alone(tmp_path):
     few[0].save(tmp_path / "few")
     more[3].save(tmp_path / "more")
     assert (tmp_path / "more.zip").stat().st_size < 1.1 * (tmp_path / "few.zip").stat().st_size
+    kept = [state for states in more[3].policy.optimizer.state.values() for state in states.values()]
+    for tensor in [*more[3].policy.parameters(), *kept]:
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+class Saving(BaseCallback):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def _on_step(self):
+        self.model.save(self.path / f"{self.model.seed}-{self.num_timesteps}")
+        return True
+
+
+def test_a_stacked_model_saved_in_training_holds_its_own_weights_alone(tmp_path):
+    many("all actions", "stacked", seeds=[3], callback=lambda seed: Saving(tmp_path / "few"))
+    many("all actions", "stacked", seeds=range(8), callback=lambda seed: Saving(tmp_path / "more"))
+    name = "3-20.zip"
+    few, more = TPO.load(tmp_path / "few" / name), TPO.load(tmp_path / "more" / name)
+    torch.testing.assert_close(weights(few), weights(more), rtol=1e-5, atol=2e-6)
+    assert (tmp_path / "more" / name).stat().st_size < 1.1 * (tmp_path / "few" / name).stat().st_size
+
+
+OPTIMIZERS = {
+    "Adam": dict(optimizer_class=torch.optim.Adam),
+    "AdamW": dict(optimizer_class=torch.optim.AdamW, optimizer_kwargs=dict(amsgrad=True, weight_decay=0.1)),
+    "SGD": dict(optimizer_class=torch.optim.SGD, optimizer_kwargs=dict(momentum=0.9)),
+    "RMSprop": dict(optimizer_class=torch.optim.RMSprop, optimizer_kwargs=dict(momentum=0.5, centered=True)),
+    "Adagrad": dict(optimizer_class=torch.optim.Adagrad),  # steps seed by seed
+    "NormalizedStep": dict(optimizer_class=NormalizedStep),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_stacked_optimizers_step_as_single_ones_do_also_where_a_seed_rests(optimizer):
+    kwargs = dict(baseline=None, skip_neutral=True, policy_kwargs=OPTIMIZERS[optimizer])
+
+    def make_env():
+        return contextual(num_envs=3)
+
+    def learn(seed, updates, rate):
+        return TPO("MlpPolicy", make_env(), rate, seed=seed, **kwargs).learn(updates * 3)
+
+    seeds = range(4)
+    for updates, rate in (1, 0.01), (6, 0.01), (6, lambda progress: 0.02 * progress):
+        models = train_seeds(
+            TPO,
+            make_env,
+            seeds,
+            total_timesteps=updates * 3,
+            policy="MlpPolicy",
+            learning_rate=rate,
+            backend="stacked",
+            **kwargs,
+        )
+        for seed, model in zip(seeds, models, strict=True):
+            alone = learn(seed, updates, rate)
+            assert model._n_updates == alone._n_updates
+            torch.testing.assert_close(weights(model), weights(alone), rtol=1e-5, atol=1e-5)
+            if rate == 0.01:
+                model.learn(9, reset_num_timesteps=False)
+                torch.testing.assert_close(
+                    weights(model), weights(learn(seed, updates + 3, rate)), rtol=1e-5, atol=1e-5
+                )
+        assert updates == 1 or len({model._n_updates for model in models}) > 1  # some rested
+
+
+class Disturbing(BaseCallback):
+    """Changes the policy between sampling and training."""
+
+    def _on_step(self):
+        return True
+
+    def _on_rollout_end(self):
+        with torch.no_grad():
+            for parameter in self.model.policy.parameters():
+                parameter.mul_(0.9)
+
+
+def test_a_callback_may_change_the_policy_between_sampling_and_training():
+    models = many("all actions", "stacked", callback=lambda seed: Disturbing())
+    for model, seed in zip(models, SEEDS, strict=True):
+        expected = single_with("all actions", seed, Disturbing())
+        torch.testing.assert_close(weights(model), weights(expected), rtol=1e-5, atol=2e-6)
+
+
+class Shy(nn.ReLU):
+    """Another function in training than in evaluation."""
+
+    def forward(self, x):
+        return super().forward(x) * (0.5 if self.training else 1.0)
+
+
+def test_a_module_may_compute_something_else_in_training():
+    models = many("all actions", "stacked", policy_kwargs={"activation_fn": Shy})
+    for model, seed in zip(models, SEEDS, strict=True):
+        expected = single("all actions", seed, policy_kwargs={"activation_fn": Shy})
+        torch.testing.assert_close(weights(model), weights(expected), rtol=1e-5, atol=2e-6)
 
 
 def test_logs_of_stacked_seeds_are_those_of_single_runs(tmp_path):

@@ -9,6 +9,7 @@ import pickle
 import warnings
 import zipfile
 import zlib
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,8 @@ def write_checkpoint(path: PathLike, document: dict[str, Any], tensors: dict[str
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("data.json", json.dumps(document))
         for name, value in tensors.items():
-            _check_plain(value, name)
             member = io.BytesIO()
-            torch.save(value, member)
+            torch.save(_plain(value, name), member)
             archive.writestr(f"{name}.pth", member.getvalue())
     if not isinstance(path, (str, Path)):
         open_path(path, "w").write(buffer.getvalue())
@@ -69,16 +69,22 @@ def replace_file(path: Path, content: bytes) -> None:
             os.close(folder)
 
 
-def _check_plain(value: Any, where: str) -> None:
-    """Raise an error for what ``weights_only`` would refuse to read, before it is written."""
+def _plain(value: Any, where: str) -> Any:
+    """A state dict as it is written; raises an error for what ``weights_only`` would refuse to read.
+
+    Of a tensor that is a part of another, as those of stacked seeds are, torch would write the whole.
+    """
     if isinstance(value, dict):
-        for key, item in value.items():
-            _check_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _check_plain(item, f"{where}[{index}]")
-    elif not isinstance(value, _PLAIN) or isinstance(value, np.generic):
+        plain = copy(value)  # an OrderedDict has attributes
+        plain.update((key, _plain(item, f"{where}[{key!r}]")) for key, item in value.items())
+        return plain
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if not isinstance(value, _PLAIN) or isinstance(value, np.generic):
         raise TypeError(f"Cannot store {where}={value!r}: a state_dict may hold tensors and plain Python values only.")
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.numel() * value.element_size():
+        return value.clone()
+    return value
 
 
 def read_members(path: Any) -> dict[str, bytes]:

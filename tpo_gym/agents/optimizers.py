@@ -258,29 +258,14 @@ class NormalizedStep(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def normalized_steps(optimizers: Sequence[NormalizedStep]) -> None:
-    """One step of several optimizers of like parameters, each normalized by itself; those without gradients rest.
+def normalized_steps(steps: Sequence[tuple[Tensor, Tensor, float]], live: Tensor) -> None:
+    """:class:`NormalizedStep` of several networks at once, each normalized by itself.
 
-    The learning rates are the first one's.
+    Args:
+        steps: Every parameter of all networks and its gradient, ``(S, ...)``, and its learning rate.
+        live: The networks that step, bool ``(S,)``; the others rest.
     """
-    rates = [group["lr"] for group in optimizers[0].param_groups for _ in group["params"]]
-    active = [parameters_of(optimizer) for optimizer in optimizers if _has_gradients(optimizer)]
-    columns = [
-        (column, lr) for *column, lr in zip(*active, rates, strict=True) if column and column[0].grad is not None
-    ]
-    gradients = [torch.stack([p.grad for p in column]) for column, _ in columns]
-    if not gradients:
-        return
-    norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients]).norm(dim=0)
-    scale = torch.where(norms > 0, 1 / norms, 0.0)
-    for (column, lr), g in zip(columns, gradients, strict=True):
-        torch._foreach_sub_(column, (lr * scale.view(-1, *[1] * (g.ndim - 1)) * g).unbind())
-
-
-def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    return any(p.grad is not None for p in parameters_of(optimizer))
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters that an optimizer updates, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    norms = torch.stack([g.flatten(1).norm(dim=1) for _, g, _ in steps]).norm(dim=0)
+    scale = torch.where((norms > 0) & live, 1 / norms, 0.0)
+    for weight, g, lr in steps:
+        weight.sub_(lr * scale.view(-1, *[1] * (g.ndim - 1)) * g)

@@ -28,7 +28,8 @@ from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.resume_state import preserved_random
 from tpo_gym.agents.stack import SeedRandom
 from tpo_gym.agents.stack_observer import StackObserver
-from tpo_gym.agents.stacked import refusal, train_stacked
+from tpo_gym.agents.stackable import refusal
+from tpo_gym.agents.stacked import train_stacked
 
 Model = TypeVar("Model", bound=GroupAlgorithm)
 BACKENDS = ("auto", "stacked", "workers")

@@ -1,4 +1,4 @@
-"""What many seeds of one training have together: networks, environment, optimizer steps and random numbers.
+"""What many seeds of one training have together: networks, environment and random numbers.
 
 Every seed keeps a model of its own. Here its tensors are put beside those of the others, so that one operation does the
 work of all seeds; the numbers are those of a single run, up to the rounding of sums.
@@ -6,7 +6,6 @@ work of all seeds; the numbers are those of a single run, up to the rounding of 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
@@ -22,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from tpo_gym.agents.actor import ActorPolicy
 from tpo_gym.agents.group_env import BatchedGroupEnv
-from tpo_gym.agents.optimizers import MuonAdamW, NormalizedStep, normalized_steps
 from tpo_gym.agents.policies import Decoder, TransformerPolicy
 from tpo_gym.agents.resume_state import global_random, set_global_random
 from tpo_gym.agents.transformer import Cache
@@ -49,6 +47,17 @@ class _Call(nn.Module):
         return function(self.policy, *args)
 
 
+class Known:
+    """A policy whose log-probabilities of all actions are known already."""
+
+    def __init__(self, log_probs: Tensor) -> None:
+        self._log_probs = log_probs
+
+    def all_log_probs(self, obs: Tensor) -> Tensor:
+        """See :meth:`ActorPolicy.all_log_probs`."""
+        return self._log_probs
+
+
 class Networks:
     """The seeds' policies as one. Collectors see a policy whose rows are those of all seeds, one seed after the other.
 
@@ -57,6 +66,8 @@ class Networks:
     """
 
     fixed_shapes = True
+    keeps_graph = False
+    """Whether :meth:`all_log_probs` can be differentiated later: see :meth:`known`."""
 
     def __init__(self, policies: Sequence[ActorPolicy]) -> None:
         self.n_seeds = len(policies)
@@ -73,15 +84,22 @@ class Networks:
         self.columns: dict[str, list[Tensor]] = {name: [weight[name] for weight in weights] for name in weights[0]}
         """Every parameter's tensors, one per seed."""
         self._buffers = {name: torch.stack([buffer[name] for buffer in buffers]) for name in buffers[0]}
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over the models' weights, after a step of their optimizers."""
         self.weights = {
-            name: torch.stack(column).requires_grad_(column[0].requires_grad) for name, column in self.columns.items()
+            name: torch.stack([p.detach() for p in column]).requires_grad_(column[0].requires_grad)
+            for name, column in self.columns.items()
         }
-        """Every parameter, ``(S, ...)``."""
+        """Every parameter, ``(S, ...)``; the models' own are parts of it."""
+        for name, column in self.columns.items():
+            for p, part in zip(column, self.weights[name].detach(), strict=True):
+                p.data = part
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def part(self) -> None:
+        """Give each model's parameters memory of their own again."""
+        for column in self.columns.values():
+            for p in column:
+                p.data = p.data.clone()
+                p.grad = None if p.grad is None else p.grad.clone()
 
     def each(self, function: Callable[..., Any], *trees: Any) -> Any:
         """``function(policy, *trees)`` of every seed with its weights, at once; tensors are ``(S, ...)``."""
@@ -105,7 +123,17 @@ class Networks:
 
     def all_log_probs(self, obs: Tensor) -> Tensor:
         """See :meth:`ActorPolicy.all_log_probs`."""
-        return self._rows(lambda policy, obs: policy.all_log_probs(obs), obs)
+        with torch.set_grad_enabled(self.keeps_graph):
+            log_probs = self._rows(lambda policy, obs: policy.all_log_probs(obs), obs)
+        self._last = (obs, log_probs) if self.keeps_graph else None
+        return log_probs.detach()
+
+    def known(self, obs: Any) -> Tensor | None:
+        """What :meth:`all_log_probs` returned at last, with its graph, ``(S, n, A)``, if it was asked for these."""
+        if self._last is None or self._last[0] is not obs:
+            return None
+        log_probs, self._last = self._last[1], None
+        return log_probs.unflatten(0, (self.n_seeds, -1))
 
     def action_net(self, hidden: Tensor) -> Tensor:
         """The action head."""
@@ -247,76 +275,3 @@ class SeedNoise(TorchFunctionMode):
         for part, generator in zip(noise.chunk(len(self._generators)), self._generators, strict=True):
             part.exponential_(generator=generator)
         return (probabilities / noise).argmax(-1, keepdim=True)
-
-
-class JointSteps:
-    """One step of all seeds' optimizers, in as few operations as one optimizer takes.
-
-    An optimizer over all seeds' parameters, whose state is the seeds' own. It serves those whose step on a parameter
-    depends on no other parameter, and :class:`NormalizedStep`; all others step one after the other, and so do
-    optimizers that are watched by hooks.
-
-    Args:
-        optimizers: One per seed.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self._parts: list[list[torch.optim.Optimizer]] = []
-        self._joint: list[torch.optim.Optimizer] = []
-        self._all = optimizers
-        first = optimizers[0]
-        if isinstance(first, MuonAdamW):
-            self._parts = [list(part) for part in zip(*(o._inner for o in optimizers), strict=True)]  # type: ignore
-        elif type(first) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
-            self._parts = [list(optimizers)]
-        self._joint = [_join(part) for part in self._parts]
-        self._shared = False
-        self._lengths = type(first) is NormalizedStep
-
-    @property
-    def follow_first(self) -> bool:
-        """Whether the learning rate of the first optimizer is that of all."""
-        return bool(self._joint or self._lengths) and not any(_is_watched(optimizer) for optimizer in self._all)
-
-    def step(self) -> None:
-        """Step where there are gradients."""
-        if not self.follow_first:
-            for optimizer in self._all:
-                if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-                    optimizer.step()
-            return
-        if self._lengths:
-            normalized_steps(self._all)  # type: ignore[arg-type]
-        for joint, part in zip(self._joint, self._parts, strict=True):
-            for group, own in zip(joint.param_groups, part[0].param_groups, strict=True):
-                group["lr"] = own["lr"]
-            joint.step()
-        if not self._shared:
-            self._share()
-
-    def _share(self) -> None:
-        """Let the optimizers have the state that was made in the first step with each seed's gradients."""
-        self._shared = True
-        for joint, part in zip(self._joint, self._parts, strict=True):
-            for optimizer in part:
-                for p in (p for group in optimizer.param_groups for p in group["params"]):
-                    if p in joint.state:
-                        optimizer.state[p] = joint.state[p]
-                    elif p.requires_grad:
-                        self._shared = False
-
-
-def _join(optimizers: list[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    joint = copy(optimizers[0])
-    joint.state = defaultdict(dict)
-    for optimizer in optimizers:
-        joint.state.update(optimizer.state)
-    joint.param_groups = [
-        {**groups[0], "params": [p for group in groups for p in group["params"]]}
-        for groups in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True)
-    ]
-    return joint
-
-
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -22,47 +22,24 @@ import numpy as np
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.type_aliases import MaybeCallback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import vmap
 
 from tpo_gym.agents import collectors
-from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS, native_env
+from tpo_gym.agents.env_setup import native_env
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.group_env import Step
+from tpo_gym.agents.joint_steps import JointSteps
 from tpo_gym.agents.metrics import rollout_metrics
-from tpo_gym.agents.policies import TransformerPolicy
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import GroupRollout, StateCandidates, check_scores
-from tpo_gym.agents.stack import JoinedEnv, JointSteps, Networks, SeedNoise, SeedRandom, map_tensors
+from tpo_gym.agents.stack import JoinedEnv, Known, Networks, SeedNoise, SeedRandom, map_tensors
 from tpo_gym.agents.stack_observer import StackObserver
+from tpo_gym.agents.stackable import has_one_mode
 from tpo_gym.agents.updates import batch_loss
 
 Tensors = tuple[dict[str, Tensor], dict[str, Tensor]]
 """The tensors of a rollout batch and of its candidates, ``(S, ...)``."""
-OWN_METHODS = ("learn", "train", "collect_rollouts", "_collect")
-"""What an algorithm may not replace to be stacked, since all seeds go through it together."""
-
-
-def refusal(model: GroupAlgorithm) -> str | None:
-    """Why seeds of this model cannot be stacked; ``None`` where they can."""
-    native, policy = native_env(model.env), model.policy
-    fused = isinstance(policy, TransformerPolicy) and hasattr(native, "score_sequences")
-    replaced = [name for name in OWN_METHODS if getattr(type(model), name) is not getattr(GroupAlgorithm, name)]
-    if replaced:
-        return f"{type(model).__name__} has its own {replaced[0]}"
-    if native is None:
-        return f"{model.env} is not a plain environment of this package"
-    if model.candidate_set not in EXHAUSTIVE_SETS and not fused:
-        return (
-            f"groups are formed of {model.candidate_set!r} with a {type(policy).__name__}, which acts step by step "
-            "(stacked are candidates 'all_actions' and 'exact', and token tasks with a TransformerPolicy)"
-        )
-    if model.batch_size is not None:
-        return f"batch_size={model.batch_size} would split a batch"
-    for module in policy.modules():
-        if isinstance(module, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)):
-            return f"the policy has a {type(module).__name__}, which draws or keeps something in training"
-    return None
 
 
 @dataclass(eq=False)
@@ -121,15 +98,18 @@ class Stack:
         self.networks = Networks([model.policy for model in models])
         self.env = JoinedEnv([native_env(model.env) for model in models], device)  # type: ignore[misc]
         self._noise = SeedNoise([run.random.generator for run in runs])
-        self._steps = JointSteps([model.policy.optimizer for model in models])
+        self._steps = JointSteps([model.policy.optimizer for model in models], self.networks)
         self._lead = models[0]
         self._template: GroupRollout | None = None
         self._unrecorded: Tensor | None = None
+        self._known: Tensor | None = None
+        self._one_mode = has_one_mode(models[0].policy)
         self._logs = False
 
     def update(self, log: bool) -> None:
         """Collect a rollout batch of every seed, fit the policies, and write the logs if ``log``."""
-        self._logs = log or any(run.watched for run in self.runs)
+        read = log and any(run.model._log_is_read for run in self.runs)
+        self._logs = read or any(run.watched for run in self.runs)
         self._collect()
         for run in self.runs:
             if not run.stopped:
@@ -138,14 +118,20 @@ class Stack:
         if all(run.stopped for run in self.runs):
             return
         self._lead = copy(self._lead_run.model)
-        read = [run for run in self.runs if self._logs and not run.stopped]
-        self._lead._logger = _Logs(read)  # type: ignore[assignment]
+        self._lead._logger = _Logs([run for run in self.runs if self._logs and not run.stopped])  # type: ignore
         self._train()
         if log:
             self._dump_logs()
         for run in self.runs:
             if not run.stopped:
                 run.model._updating = False
+
+    def part(self) -> None:
+        """Leave every model with what it would have after a single run."""
+        self.env.hand_out()
+        self.record_episodes()
+        self._steps.part()
+        self.networks.part()
 
     @property
     def _lead_run(self) -> Run:
@@ -155,7 +141,10 @@ class Stack:
 
     def _collect(self) -> None:
         self.networks.set_training_mode(False)
-        if any(run.watched for run in self.runs):
+        watched = any(run.watched for run in self.runs)
+        # A callback may change the policy between sampling and training, and a module what it computes.
+        self.networks.keeps_graph = self._one_mode and not watched and not self._lead._merges
+        if watched:
             self.env.hand_out([run.watched for run in self.runs])
         for run in self.runs:
             if run.watched:
@@ -180,6 +169,7 @@ class Stack:
             rollout = collectors.collect(self._lead, self.env, self.networks, on_step, fused=True, merge=False)
         if rollout is None:
             return
+        self._known = self.networks.known(getattr(rollout.candidates, "observations", None))
         self._tensors = self._split(rollout)
         self._check_scores()
         returns = self._tensors[0]["returns"]
@@ -291,7 +281,12 @@ class Stack:
         def loss_of(policy: Any, own: Any, candidates: Any, frozen: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
             return batch_loss(lead, policy, self._rebuild((own, candidates)), frozen, weights)
 
-        losses, entropies = networks.each(loss_of, *self._tensors, self._frozen, weights)
+        tensors = (*self._tensors, self._frozen, weights)
+        if self._known is None:
+            losses, entropies = networks.each(loss_of, *tensors)
+        else:  # the pass that sampled serves the first epoch too
+            losses, entropies = vmap(lambda p, *own: loss_of(Known(p), *own))(self._known, *tensors)
+            self._known = None
         trained = {name: value for name, value in networks.weights.items() if value.requires_grad}
         found = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
         # Fused optimizers walk through memory, whatever the strides are, so gradients must lie as their parameters do.
@@ -311,8 +306,7 @@ class Stack:
             for parameter, part, trains in zip(column, parts, live, strict=True):
                 parameter.grad = part if trains else None
         self.observer.before_step(self, gradients)
-        self._steps.step()
-        networks.refresh()
+        self._steps.step(gradients, live)
         self.observer.after_step(self)
         for run, trains in zip(self.runs, live, strict=True):
             run.model._n_updates += trains
@@ -382,15 +376,14 @@ def train_stacked(
             while (remaining := [run for run in active if _goes_on(run)]) == active:
                 iteration = active[0].model._iteration + 1
                 stack.update(log_interval is not None and iteration % log_interval == 0)
-            stack.env.hand_out()
-            stack.record_episodes()
+            stack.part()
             for i, run in enumerate(active):
                 if not _goes_on(run):
                     _finish(run, None if run.stopped else stack.rollout(i))
             active = remaining
     except KeyboardInterrupt:
         if stack is not None:
-            stack.env.hand_out()
+            stack.part()
         for run in runs:
             run.model.logger.dump(step=run.model.num_timesteps)
             with run.random.entered():

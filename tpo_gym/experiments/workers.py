@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tpo_gym.agents.seeds import STACKED_SEEDS
-from tpo_gym.agents.stacked import refusal
+from tpo_gym.agents.stackable import refusal
 from tpo_gym.experiments.build import make_model
 from tpo_gym.experiments.record import Progress
 from tpo_gym.experiments.run import AT_ONCE, Stopped, carry_out, carry_out_together
