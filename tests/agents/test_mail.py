@@ -4,8 +4,9 @@ import gymnasium as gym
 import pytest
 import torch
 from stable_baselines3.common.logger import KVWriter, Logger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tpo_gym.agents import TPO, mail
+from tpo_gym.agents import TPO, mail, train_seeds
 
 
 class Kept(KVWriter):
@@ -55,6 +56,35 @@ def test_without_logs_there_is_one_transfer_too(transfers):
     model, logs = trained(log_interval=None)
     assert (len(transfers), logs) == (4, [])
     assert len(model.ep_info_buffer) == 96
+
+
+@pytest.mark.parametrize("log_interval", [1, None])
+def test_stacked_seeds_need_one_transfer_too(request, log_interval, tmp_path):
+    def train(name):
+        return train_seeds(
+            TPO,
+            "tpo_gym/MNISTBandit-v0",
+            range(3),
+            total_timesteps=4 * 50,
+            n_contexts=50,
+            log_interval=log_interval,
+            backend="stacked",
+            tensorboard_log=str(tmp_path / name),
+        )
+
+    def curves(name, seed):
+        (path,) = (tmp_path / name).glob(f"TPO_seed{seed}_1")
+        events = EventAccumulator(str(path)).Reload()
+        return {tag: [e.value for e in events.Scalars(tag)] for tag in events.Tags()["scalars"] if "time" not in tag}
+
+    models = train("here")
+    transfers = request.getfixturevalue("transfers")
+    others = train("there")
+    assert len(transfers) == 4
+    for seed, (model, other) in enumerate(zip(models, others, strict=True)):
+        assert [info["r"] for info in other.ep_info_buffer] == [info["r"] for info in model.ep_info_buffer]
+        assert curves("there", seed) == curves("here", seed)
+        assert bool(curves("here", seed)) == bool(log_interval)
 
 
 def test_a_score_that_is_not_finite_is_refused_when_it_is_heard_of(transfers, monkeypatch):

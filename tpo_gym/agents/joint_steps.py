@@ -58,7 +58,7 @@ class JointSteps:
             weights = self._networks.weights
             rates = {p: group["lr"] for group in self._all[0].param_groups for p in group["params"]}
             steps = [(weights[name], g, rates[self._networks.columns[name][0]]) for name, g in gradients.items()]
-            normalized_steps(steps, torch.tensor(live, device=steps[0][1].device))
+            normalized_steps(steps, None if all(live) else torch.tensor(live, device=steps[0][1].device))
         elif self._whole is not None:
             for name, weight in self._networks.weights.items():
                 weight.grad = gradients.get(name)

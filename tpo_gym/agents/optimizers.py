@@ -258,14 +258,14 @@ class NormalizedStep(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def normalized_steps(steps: Sequence[tuple[Tensor, Tensor, float]], live: Tensor) -> None:
+def normalized_steps(steps: Sequence[tuple[Tensor, Tensor, float]], live: Tensor | None = None) -> None:
     """:class:`NormalizedStep` of several networks at once, each normalized by itself.
 
     Args:
         steps: Every parameter of all networks and its gradient, ``(S, ...)``, and its learning rate.
-        live: The networks that step, bool ``(S,)``; the others rest.
+        live: The networks that step, bool ``(S,)``; the others rest. ``None``: all step.
     """
     norms = torch.stack([g.flatten(1).norm(dim=1) for _, g, _ in steps]).norm(dim=0)
-    scale = torch.where((norms > 0) & live, 1 / norms, 0.0)
+    scale = torch.where(norms > 0 if live is None else (norms > 0) & live, 1 / norms, 0.0)
     for weight, g, lr in steps:
         weight.sub_(lr * scale.view(-1, *[1] * (g.ndim - 1)) * g)

@@ -30,6 +30,7 @@ from tpo_gym.agents.env_setup import native_env
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.group_env import Step
 from tpo_gym.agents.joint_steps import JointSteps
+from tpo_gym.agents.mail import Mail
 from tpo_gym.agents.metrics import rollout_metrics
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import GroupRollout, StateCandidates, check_scores
@@ -101,6 +102,7 @@ class Stack:
         self._steps = JointSteps([model.policy.optimizer for model in models], self.networks)
         self._lead = models[0]
         self._template: GroupRollout | None = None
+        self._mail = Mail()
         self._unrecorded: Tensor | None = None
         self._known: Tensor | None = None
         self._one_mode = has_one_mode(models[0].policy)
@@ -122,6 +124,7 @@ class Stack:
         self._train()
         if log:
             self._dump_logs()
+        self._mail.deliver()
         for run in self.runs:
             if not run.stopped:
                 run.model._updating = False
@@ -130,6 +133,7 @@ class Stack:
         """Leave every model with what it would have after a single run."""
         self.env.hand_out()
         self.record_episodes()
+        self._mail.deliver()
         self._steps.part()
         self.networks.part()
 
@@ -171,7 +175,8 @@ class Stack:
             return
         self._known = self.networks.known(getattr(rollout.candidates, "observations", None))
         self._tensors = self._split(rollout)
-        self._check_scores()
+        scores = self._tensors[0]["scores"]
+        self._mail.post(torch.isfinite(scores).all(), lambda fine: None if fine[0] else self._refuse(scores))
         returns = self._tensors[0]["returns"]
         self._unrecorded = returns[:, -self._lead._stats_window_size :]
         if self._logs or returns.shape[1] < self._lead._stats_window_size:
@@ -191,9 +196,14 @@ class Stack:
         """Put the last episodes where each model keeps them."""
         if self._unrecorded is None:
             return
-        for run, returns in zip(self.runs, self._unrecorded.tolist(), strict=True):
-            if not run.stopped:
-                run.model._record_episodes(returns)
+        count = self._unrecorded.shape[1]
+
+        def record(returns: list[float]) -> None:
+            for i, run in enumerate(self.runs):
+                if not run.stopped:
+                    run.model._record_episodes(returns[i * count : (i + 1) * count])
+
+        self._mail.post(self._unrecorded, record)
         self._unrecorded = None
 
     def _call_back(self, i: int, step: Step, rewards: list[Tensor]) -> None:
@@ -236,12 +246,10 @@ class Stack:
         """The last rollout batch of one run."""
         return self._rebuild(map_tensors(itemgetter(i), self._tensors))
 
-    def _check_scores(self) -> None:
-        scores = self._tensors[0]["scores"]
-        if not bool(torch.isfinite(scores).all()):
-            for run, own in zip(self.runs, scores, strict=True):
-                with run.named():
-                    check_scores(own)
+    def _refuse(self, scores: Tensor) -> None:
+        for run, own in zip(self.runs, scores, strict=True):
+            with run.named():
+                check_scores(own)
 
     # Training.
 
@@ -267,12 +275,16 @@ class Stack:
         weigh = vmap(lambda own, candidates, frozen: lead.group_weights(self._rebuild((own, candidates)), frozen))
         weights = weigh(*self._tensors, self._frozen)
         epochs = [self._epoch(weights, live) for _ in range(lead.n_epochs)]
-        # The only transfer to the host in an update.
-        means = torch.stack([torch.stack(values).mean(0) for values in zip(*epochs, strict=True)], 1).tolist()
-        for run, own, trained in zip(self.runs, means, live, strict=True):
-            if trained and (self._logs or not math.isfinite(own[1])):
+        means = torch.stack([torch.stack(values).mean(0) for values in zip(*epochs, strict=True)], 1)
+        self._mail.post(means, lambda numbers: self._record_training(numbers, live))
+
+    def _record_training(self, means: list[float], live: list[bool]) -> None:
+        """Tell each seed that trained its loss, its gradient's norm and its entropy, three numbers per seed."""
+        for i, (run, trained) in enumerate(zip(self.runs, live, strict=True)):
+            loss, norm, entropy = means[3 * i : 3 * i + 3]
+            if trained and (self._logs or not math.isfinite(norm)):
                 with run.named():
-                    run.model._record_training(own[0], own[1], own[2])
+                    run.model._record_training(loss, norm, entropy)
 
     def _epoch(self, weights: Tensor, live: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
         """One optimizer step of every seed that is ``live``; returns losses, gradient norms and entropies, ``(S,)``."""
@@ -296,7 +308,7 @@ class Stack:
             scale = (lead.max_grad_norm / (norms + 1e-6)).clamp(max=1)  # as torch.nn.utils.clip_grads_with_norm_
             for value in gradients.values():
                 value.mul_(scale.view(-1, *[1] * (value.ndim - 1)))
-        if norms.is_cpu and not norms.isfinite().all():  # elsewhere that would wait: checked after the epochs
+        if Mail.is_here(norms) and not norms.isfinite().all():  # elsewhere that would wait: checked after the epochs
             for run, norm, trains in zip(self.runs, norms.tolist(), live, strict=True):
                 if trains:
                     with run.named():
@@ -328,11 +340,13 @@ class Stack:
                 names[:] = values
                 return torch.stack(list(values.values()))
 
-            table = self.networks.each(metrics, *self._tensors, self._frozen).tolist()
-            for run, values in zip(self.runs, table, strict=True):
-                if not run.stopped:
-                    for name, value in zip(names, values, strict=True):
-                        run.model.logger.record(name, value)
+            def record(table: list[float]) -> None:
+                for i, run in enumerate(self.runs):
+                    if not run.stopped:
+                        run.model._record_all(names, table[i * len(names) : (i + 1) * len(names)])
+
+            self._mail.post(self.networks.each(metrics, *self._tensors, self._frozen), record)
+        self._mail.deliver()
         for run in live:
             run.model.dump_logs(run.model._iteration)
 
