@@ -35,18 +35,20 @@ def smallest(name: str) -> Experiment:
     return replace(experiment, changes=changes, panels=tuple(replace(p, single_sample={}) for p in experiment.panels))
 
 
-@pytest.mark.parametrize("name", ["bandit", "contextual_bandit", "mnist"])
+@pytest.mark.parametrize("name", ["bandit", "contextual_bandit", "mnist", "mnist_mechanism"])
 def test_seeds_carried_out_together_have_the_curves_of_single_runs(name: str, tmp_path: Path) -> None:
     for cell in smallest(name).cells():
-        folders = [run_folder(tmp_path, cell.settings, seed) for seed in (3, 1)]
-        carry_out_together(cell.settings, [3, 1], folders, "cpu", [go_on, go_on])
+        settings = cell.settings.change({"evaluate_every": 1})
+        folders = [run_folder(tmp_path, settings, seed) for seed in (3, 1)]
+        carry_out_together(settings, [3, 1], folders, "cpu", [go_on, go_on])
         for seed, folder in zip((3, 1), folders, strict=True):
-            carry_out(cell.settings, seed, tmp_path / "single", "cpu", go_on)
+            carry_out(settings, seed, tmp_path / "single", "cpu", go_on)
             (together, facts), (alone, other) = load(folder), load(tmp_path / "single")
             assert {key: facts[key] for key in ("settings", "seed", "interactions")} == {
                 key: other[key] for key in ("settings", "seed", "interactions")
             }
             assert together.keys() == alone.keys()
+            assert list(alone["x"]) == [1, 2]
             for key in alone:
                 np.testing.assert_allclose(together[key], alone[key], rtol=1e-3, atol=1e-5)
             assert len(list(folder.glob("events.out.tfevents.*"))) == 1
@@ -60,7 +62,9 @@ def test_what_is_bundled() -> None:
     assert all(len(numbers) == 1 for numbers in bundles(jobs, 3))
     mnist = smallest("mnist").cells()[0].settings
     images = [Job("", mnist, seed, Path(), "cpu") for seed in range(20)]
-    assert all(len(numbers) == 1 for numbers in bundles(images, 2))  # measured by callbacks of each seed
+    assert bundles(images, 2) == [list(range(10)), list(range(10, 20))]
+    alone = [Job("", tokens, seed, Path(), "cpu") for seed in range(20)]
+    assert all(len(numbers) == 1 for numbers in bundles(alone, 2))  # measured by callbacks of each seed
     on_gpu = [job._replace(device="cuda") for job in jobs]
     assert sorted(map(len, bundles(on_gpu, 1))) == [20, 20]
 

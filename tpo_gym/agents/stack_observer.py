@@ -27,6 +27,9 @@ class StackObserver:
     def after_step(self, stack: Stack) -> None:
         """The step is taken: ``stack.networks.weights`` holds every parameter, ``(S, ...)``."""
 
+    def on_training_end(self) -> None:
+        """Training is over, and every model is as after a single run. Not called where an error or the user ends it."""
+
     def goes_on(self) -> bool:
         """Asked after every vector step: ``False`` ends the training of all seeds."""
         return True

@@ -395,6 +395,7 @@ def train_stacked(
                 if not _goes_on(run):
                     _finish(run, None if run.stopped else stack.rollout(i))
             active = remaining
+        observer.on_training_end()
     except KeyboardInterrupt:
         if stack is not None:
             stack.part()

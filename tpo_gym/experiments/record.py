@@ -89,9 +89,14 @@ class Recorder(BaseCallback):
         for hook in self._hooks:
             hook.remove()
 
-    def _on_step(self) -> bool:
+    @property
+    def latest_error(self) -> Tensor | None:
+        """The last error that was measured."""
         errors = self._values.get("error")
-        return self.progress(self.updates, errors[-1] if errors else None)
+        return errors[-1] if errors else None
+
+    def _on_step(self) -> bool:
+        return self.progress(self.updates, self.latest_error)
 
 
 class Rollouts(Recorder):
@@ -190,25 +195,30 @@ class Classification(Recorder):
 
     def _on_rollout_start(self) -> None:
         if self.updates and self.updates % self.settings.evaluate_every == 0:
-            self.evaluate()
+            self.evaluate(self.examples())
 
     def _on_training_end(self) -> None:
         super()._on_training_end()
+        self.finish(self.examples)
+
+    def finish(self, examples: Callable[[], Tensor]) -> None:
+        """Evaluate after the last update, if that is one to evaluate after."""
         if self.updates % self.settings.evaluate_every == 0 and self.updates == self.settings.updates:
-            self.evaluate()
+            self.evaluate(examples())
             self.logger.dump(self.model.num_timesteps)
 
-    @torch.no_grad()
-    def test_policy(self) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of all actions on the test examples, and their labels."""
-        device = self.model.device
-        policy = self.model.policy.all_log_probs(self._test.features().to(device))
-        return policy, self._test.dataset.labels.to(device)
+    def examples(self) -> Tensor:
+        """The test examples' features."""
+        return self._test.features().to(self.model.device)
 
-    def evaluate(self) -> None:
-        """Measure the present policy."""
-        log_policy, labels = self.test_policy()
+    @torch.no_grad()
+    def evaluate(self, examples: Tensor) -> None:
+        """Measure the present policy on the test examples."""
         self._x.append(self.updates)
+        self.measure(self.model.policy.all_log_probs(examples), self._test.dataset.labels.to(self.model.device))
+
+    def measure(self, log_policy: Tensor, labels: Tensor) -> None:
+        """Measure log-probabilities of all actions."""
         self.note("error", (log_policy.argmax(1) != labels).float().mean())
         self.logger.record("eval/error", float(self._values["error"][-1]))
 
@@ -216,9 +226,10 @@ class Classification(Recorder):
 class Surplus(Classification):
     """As :class:`Classification`, and the surplus gain on misclassified examples."""
 
-    def evaluate(self) -> None:
-        super().evaluate()
-        self.note("surplus", surplus_by_concentration(self.model, *self.test_policy()))
+    def measure(self, log_policy: Tensor, labels: Tensor) -> None:
+        super().measure(log_policy, labels)
+        with torch.enable_grad():
+            self.note("surplus", surplus_by_concentration(self.model, log_policy, labels))
 
 
 RECORDERS: dict[str, type[Recorder]] = {

@@ -21,11 +21,9 @@ from tpo_gym.agents import train_seeds
 from tpo_gym.experiments.build import algorithm_arguments, algorithm_class, interactions, make_env, make_model
 from tpo_gym.experiments.events import events_logger
 from tpo_gym.experiments.record import RECORDERS, Progress, Recorder
-from tpo_gym.experiments.record_stacked import StackedTable
+from tpo_gym.experiments.record_stacked import AT_ONCE, Together
 from tpo_gym.experiments.settings import Settings
 
-AT_ONCE = "table"
-"""The kind of record that is measured of all stacked seeds at once; others take a callback for each seed."""
 LOG_ENTRIES = 100
 TABLE_LOG_ENTRIES = 25
 """TensorBoard entries per run, and per run of a table: there are many, and an update takes less time than an entry."""
@@ -87,12 +85,12 @@ def carry_out_together(
     started = time.perf_counter()
     for folder in folders:
         _clear(folder)
-    table: StackedTable | None = None
+    observer: Together | None = None
     recorders: list[Recorder] = []
     watched: dict[str, Any] = {}
-    if settings.record == AT_ONCE:
-        table = StackedTable(settings, folders, progress)
-        watched["observer"] = table
+    if settings.record in AT_ONCE:
+        observer = AT_ONCE[settings.record](settings, folders, progress)
+        watched["observer"] = observer
     else:
         recorders = [RECORDERS[settings.record](settings, told) for told in progress]
         lists = [CallbackList([LogTo(folder), own]) for folder, own in zip(folders, recorders, strict=True)]
@@ -110,7 +108,9 @@ def carry_out_together(
     seconds = (time.perf_counter() - started) / len(seeds)
     for i, (seed, model) in enumerate(zip(seeds, models, strict=True)):
         model.logger.close()
-        done, curves = (table.updates, table.curves(i)) if table else (recorders[i].updates, recorders[i].curves())
+        done, curves = (
+            (observer.updates, observer.curves(i)) if observer else (recorders[i].updates, recorders[i].curves())
+        )
         keep(settings, done, curves, model.num_timesteps, seed, folders[i], device, seconds)
     return seconds
 
@@ -131,7 +131,7 @@ class LogTo(BaseCallback):
 
 def log_interval(settings: Settings) -> int:
     """Updates between TensorBoard entries."""
-    return max(1, settings.updates // (TABLE_LOG_ENTRIES if settings.record == AT_ONCE else LOG_ENTRIES))
+    return max(1, settings.updates // (TABLE_LOG_ENTRIES if settings.record == "table" else LOG_ENTRIES))
 
 
 def _clear(folder: Path) -> None:

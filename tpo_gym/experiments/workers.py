@@ -20,7 +20,8 @@ from tpo_gym.agents.seeds import STACKED_SEEDS
 from tpo_gym.agents.stackable import refusal
 from tpo_gym.experiments.build import make_model
 from tpo_gym.experiments.record import Progress
-from tpo_gym.experiments.run import AT_ONCE, Stopped, carry_out, carry_out_together
+from tpo_gym.experiments.record_stacked import AT_ONCE
+from tpo_gym.experiments.run import Stopped, carry_out, carry_out_together
 from tpo_gym.experiments.settings import Settings
 
 REPORT_SECONDS = 0.5
@@ -122,17 +123,17 @@ def _work_together(numbers: Sequence[int], jobs: Sequence[Job]) -> None:
 def bundles(jobs: Sequence[Job], n_workers: int) -> list[list[int]]:
     """Jobs, by number, that one worker carries out together: seeds of one training that are faster stacked.
 
-    On a CPU these are tables with at least ``STACKED_SEEDS`` seeds for each worker (docs/results/train_seeds.md): where
-    every seed has callbacks of its own, as on MNIST, they take the time that stacking saves.
+    On a CPU these are bandits with at least ``STACKED_SEEDS`` seeds for each worker (docs/results/train_seeds.md).
+    There all seeds are measured at once: callbacks of each would take the time that stacking saves.
     """
     alike: dict[tuple[str, str], list[int]] = {}
     for number, job in enumerate(jobs):
         alike.setdefault((job.settings.digest, job.device), []).append(number)
     found = []
     for (_, device), numbers in alike.items():
-        table = jobs[numbers[0]].settings.record == AT_ONCE
+        at_once = jobs[numbers[0]].settings.record in AT_ONCE
         size = -(-len(numbers) // n_workers)
-        if device == "cpu" and not (table and size >= STACKED_SEEDS):
+        if device == "cpu" and not (at_once and size >= STACKED_SEEDS):
             size = 1
         found += [numbers[i : i + size] for i in range(0, len(numbers), size)]
     return sorted(found)
