@@ -13,6 +13,7 @@ from torch import nn
 import tpo_gym
 from tpo_gym.agents import DG, GRPO, TPO, CrossEntropy, NormalizedStep, ResumeCallback, TransformerPolicy, train_seeds
 from tpo_gym.agents.seeds import Recipe, _stacking_pays
+from tpo_gym.agents.stack import Networks
 from tpo_gym.agents.stack_observer import StackObserver
 
 SEEDS = [3, 1]
@@ -244,6 +245,18 @@ def test_stacked_optimizers_step_as_single_ones_do_also_where_a_seed_rests(optim
                     weights(model), weights(learn(seed, updates + 3, rate)), rtol=1e-5, atol=1e-5
                 )
         assert updates == 1 or len({model._n_updates for model in models}) > 1  # some rested
+
+
+def test_the_sampling_pass_serves_the_first_epoch(monkeypatch):
+    passes = []
+    each = Networks.each
+    monkeypatch.setattr(Networks, "each", lambda self, *args: passes.append(0) or each(self, *args))
+    many("all actions", "stacked", n_epochs=1)
+    assert len(passes) == 3  # one for each update
+    many("all actions", "stacked", n_epochs=2)
+    assert len(passes) == 3 + 6
+    many("all actions", "stacked", n_epochs=1, callback=lambda seed: Disturbing())  # who may change the policy
+    assert len(passes) == 3 + 6 + 6
 
 
 class Disturbing(BaseCallback):
