@@ -102,7 +102,8 @@ def train_seeds(
         env_kwargs: Arguments of the environment. With ``num_envs`` an id is made by ``gymnasium.make_vec`` (as for
             ``device="cuda"``), else by ``gymnasium.make`` and copied as the algorithm needs.
         callback: A function from a seed to its callbacks. In workers it is called there, so what a callback gathers
-            must be written to a file.
+            must be written to a file. Stacked seeds are faster without: each seed's callbacks are called one after the
+            other, and may change the policy, which then has to be computed again.
         log_interval: See ``learn``.
         tb_log_name: The TensorBoard run of a seed is ``{tb_log_name}_seed{seed}``; ``None``: the algorithm's name.
         progress_bar: Show a progress bar.
