@@ -193,6 +193,7 @@ def _bars(experiment: Experiment, figure: Figure, results: Results) -> Canvas:
         axes.bar(where, mean, width, yerr=error, color=colour, label=method, capsize=3, hatch=hatch, edgecolor="white")
     axes.set_xticks(range(len(names)), names, rotation=20, ha="right" if len(names) > 1 else "center")
     axes.set_ylabel(f"final {experiment.metric_labels.get(metric, metric)} (%)")
+    axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))  # where all is solved, not a magnified zero
     _clean(axes)
     axes.grid(axis="x", visible=False)
     _legend(canvas, [axes])
