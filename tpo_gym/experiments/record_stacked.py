@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from tpo_gym.experiments.record import (
 from tpo_gym.experiments.settings import Settings
 
 
-class Together(StackObserver):
+class Together(StackObserver, ABC):
     """Counts updates and keeps measurements, as :class:`~tpo_gym.experiments.record.Recorder`, of all seeds.
 
     Args:
@@ -57,13 +58,13 @@ class Together(StackObserver):
         answers = [tell(self.updates, error) for tell, error in zip(self._progress, self.errors(), strict=True)]
         return all(answers)
 
+    @abstractmethod
     def errors(self) -> Sequence[Tensor | None]:
         """The latest error of every seed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def curves(self, i: int) -> dict[str, np.ndarray]:
         """The measurements of one seed: see :meth:`Recorder.curves`."""
-        raise NotImplementedError
 
 
 class StackedTable(Together):
