@@ -29,12 +29,13 @@ class JointSteps:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], networks: Networks) -> None:
         self._all, self._networks = optimizers, networks
+        self._names = {column[0]: name for name, column in networks.columns.items()}  # of the first seed's parameters
         self._whole: torch.optim.Optimizer | None = None
         self._parts: list[list[torch.optim.Optimizer]] = []
         first = optimizers[0]
         self._lengths = type(first) is NormalizedStep
         if type(first) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
-            self._whole = _on_joint_tensors(optimizers, networks)
+            self._whole = self._on_joint_tensors()
         elif isinstance(first, MuonAdamW):
             self._parts = [list(part) for part in zip(*(o._inner for o in optimizers), strict=True)]  # type: ignore
         self._joint = [_join(part) for part in self._parts]
@@ -48,16 +49,18 @@ class JointSteps:
 
     def step(self, gradients: dict[str, Tensor], live: Sequence[bool]) -> None:
         """Step the seeds that are ``live``, whose parameters have these gradients, ``(S, ...)``."""
-        if self._whole is not None and not (self.follow_first and all(live)):
+        together = self.follow_first
+        if self._whole is not None and not (together and all(live)):
             self.part()
-        if not self.follow_first:
+            together = False
+        if not together:
             for optimizer, goes in zip(self._all, live, strict=True):
                 if goes:
                     optimizer.step()
         elif self._lengths:
-            weights = self._networks.weights
-            rates = {p: group["lr"] for group in self._all[0].param_groups for p in group["params"]}
-            steps = [(weights[name], g, rates[self._networks.columns[name][0]]) for name, g in gradients.items()]
+            weights, groups = self._networks.weights, self._all[0].param_groups
+            rates = {self._names.get(p): group["lr"] for group in groups for p in group["params"]}
+            steps = [(weights[name], g, rates[name]) for name, g in gradients.items() if name in rates]
             normalized_steps(steps, None if all(live) else torch.tensor(live, device=steps[0][1].device))
         elif self._whole is not None:
             for name, weight in self._networks.weights.items():
@@ -82,6 +85,24 @@ class JointSteps:
             for state in optimizer.state.values():
                 state.update((key, value.clone()) for key, value in state.items() if isinstance(value, Tensor))
         self._whole = None
+
+    def _on_joint_tensors(self) -> torch.optim.Optimizer | None:
+        """An optimizer of the joint tensors that goes on from the seeds' states; ``None`` where these differ."""
+        joint = copy(self._all[0])
+        joint.state = defaultdict(dict)
+        joint.param_groups = []
+        for groups in zip(*(optimizer.param_groups for optimizer in self._all), strict=True):
+            if not all(p in self._names for p in groups[0]["params"]):
+                return None
+            weights = [self._networks.weights[self._names[p]] for p in groups[0]["params"]]
+            joint.param_groups.append({**groups[0], "params": weights})
+            for weight, *column in zip(weights, *(group["params"] for group in groups), strict=True):
+                states = [optimizer.state.get(p, {}) for optimizer, p in zip(self._all, column, strict=True)]
+                if any(s.keys() != states[0].keys() or s.get("step") != states[0].get("step") for s in states):
+                    return None
+                if states[0]:
+                    joint.state[weight] = {key: _joined([state[key] for state in states], key) for key in states[0]}
+        return joint
 
     def _share_whole(self) -> None:
         assert self._whole is not None
@@ -112,26 +133,6 @@ class JointSteps:
 def _follow(joint: torch.optim.Optimizer, first: torch.optim.Optimizer) -> None:
     for group, own in zip(joint.param_groups, first.param_groups, strict=True):
         group["lr"] = own["lr"]
-
-
-def _on_joint_tensors(optimizers: Sequence[torch.optim.Optimizer], networks: Networks) -> torch.optim.Optimizer | None:
-    """An optimizer of the joint tensors that goes on from the seeds' states; ``None`` where these have gone apart."""
-    names = {column[0]: name for name, column in networks.columns.items()}
-    joint = copy(optimizers[0])
-    joint.state = defaultdict(dict)
-    joint.param_groups = []
-    for groups in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
-        if not all(p in names for p in groups[0]["params"]):
-            return None
-        weights = [networks.weights[names[p]] for p in groups[0]["params"]]
-        joint.param_groups.append({**groups[0], "params": weights})
-        for weight, *column in zip(weights, *(group["params"] for group in groups), strict=True):
-            states = [optimizer.state.get(p, {}) for optimizer, p in zip(optimizers, column, strict=True)]
-            if any(state.keys() != states[0].keys() or state.get("step") != states[0].get("step") for state in states):
-                return None
-            if states[0]:
-                joint.state[weight] = {key: _joined([state[key] for state in states], key) for key in states[0]}
-    return joint
 
 
 def _joined(values: list[Any], key: str) -> Any:

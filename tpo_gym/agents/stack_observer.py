@@ -19,7 +19,10 @@ class StackObserver:
         """The models are set up for training; their loggers may be replaced now."""
 
     def on_rollout_end(self, stack: Stack) -> None:
-        """A rollout batch of every seed is there."""
+        """A rollout batch of every seed is there.
+
+        The policies must stay as they are: the pass that sampled may be the one that is differentiated.
+        """
 
     def before_step(self, stack: Stack, gradients: dict[str, Tensor]) -> None:
         """Every parameter's gradient, ``(S, ...)``; the step is not taken yet. Once per epoch."""

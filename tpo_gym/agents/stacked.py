@@ -105,13 +105,15 @@ class Stack:
         self._mail = Mail()
         self._unrecorded: Tensor | None = None
         self._known: Tensor | None = None
-        self._one_mode = has_one_mode(models[0].policy)
+        self._watched = any(run.watched for run in runs)
+        # A callback may change the policy between sampling and training, and a module what it computes.
+        self.networks.keeps_graph = has_one_mode(models[0].policy) and not self._watched and not models[0]._merges
         self._logs = False
 
     def update(self, log: bool) -> None:
         """Collect a rollout batch of every seed, fit the policies, and write the logs if ``log``."""
         read = log and any(run.model._log_is_read for run in self.runs)
-        self._logs = read or any(run.watched for run in self.runs)
+        self._logs = read or self._watched
         self._collect()
         for run in self.runs:
             if not run.stopped:
@@ -145,10 +147,7 @@ class Stack:
 
     def _collect(self) -> None:
         self.networks.set_training_mode(False)
-        watched = any(run.watched for run in self.runs)
-        # A callback may change the policy between sampling and training, and a module what it computes.
-        self.networks.keeps_graph = self._one_mode and not watched and not self._lead._merges
-        if watched:
+        if self._watched:
             self.env.hand_out([run.watched for run in self.runs])
         for run in self.runs:
             if run.watched:

@@ -108,10 +108,9 @@ def carry_out_together(
     seconds = (time.perf_counter() - started) / len(seeds)
     for i, (seed, model) in enumerate(zip(seeds, models, strict=True)):
         model.logger.close()
-        done, curves = (
-            (observer.updates, observer.curves(i)) if observer else (recorders[i].updates, recorders[i].curves())
-        )
-        keep(settings, done, curves, model.num_timesteps, seed, folders[i], device, seconds)
+        updates = (observer or recorders[i]).updates
+        curves = observer.curves(i) if observer else recorders[i].curves()
+        keep(settings, updates, curves, model.num_timesteps, seed, folders[i], device, seconds)
     return seconds
 
 
