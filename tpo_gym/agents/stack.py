@@ -16,6 +16,7 @@ from gymnasium.vector.utils import batch_space
 from stable_baselines3.common.distributions import Distribution
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -45,6 +46,20 @@ class _Call(nn.Module):
 
     def forward(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(self.policy, *args)
+
+
+class _WeightsFirst(TorchFunctionMode):
+    """Lets ``linear`` compute ``W xᵀ``: the gradients of stacked weights then lie in memory as the weights do.
+
+    The product that torch vectorizes is ``x Wᵀ``, whose gradient is that of ``Wᵀ``: a copy as large as all weights.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and args[0].ndim == 2:
+            x, weight, *bias = args
+            y = (weight @ x.mT).mT
+            return y if not bias or bias[0] is None else y + bias[0]
+        return func(*args, **(kwargs or {}))
 
 
 class Known:
@@ -108,7 +123,7 @@ class Networks:
             return functional_call(self._call, weights, (function, *trees))
 
         # On a CPU only attention written out in full can be vectorized over the seeds.
-        with sdpa_kernel(SDPBackend.MATH) if self._attention else nullcontext():
+        with sdpa_kernel(SDPBackend.MATH) if self._attention else nullcontext(), _WeightsFirst():
             return vmap(one)({**self.weights, **self._buffers}, *trees)
 
     def set_training_mode(self, mode: bool) -> None:
