@@ -30,7 +30,7 @@ import numpy as np
 import tpo_gym  # noqa: F401  (registers the environments)
 
 UPDATES = {"terminal_h10": 8, "terminal_h8": 2, "tokens_v16": 15, "dg_h10": 40, "ppo_h10": 20}
-UPDATES |= {"mnist_1": 1000, "mnist_20": 300}
+UPDATES |= {"mnist_1": 1000, "mnist_20": 2000}
 LONG = {"terminal_h10": 2000, "terminal_h8": 1000}
 TARGETS = {
     "terminal_h10": 4,
@@ -52,7 +52,7 @@ NAMES = {
     "dg_h10": "DG, H=10, V=2, B=100",
     "ppo_h10": "PPO (critic-free), H=10, V=2, B=100",
     "mnist_1": "MNIST, TPO, 1 seed",
-    "mnist_20": "MNIST, TPO, 20 seeds, per seed",
+    "mnist_20": "MNIST, TPO, 20 seeds (stacked, a worker per processor), per seed",
     "bandit": "`bandit`, 100 seeds, 4 methods, whole process",
     "contextual_bandit": "`contextual_bandit`, 100 seeds, whole process",
 }

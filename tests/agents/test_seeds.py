@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import nn
 
 import tpo_gym
 from tpo_gym.agents import DG, GRPO, TPO, CrossEntropy, NormalizedStep, ResumeCallback, TransformerPolicy, train_seeds
-from tpo_gym.agents.seeds import Recipe, _stacking_pays
+from tpo_gym.agents.seed_workers import Recipe
+from tpo_gym.agents.seeds import _choose
 from tpo_gym.agents.stack import Networks
 from tpo_gym.agents.stack_observer import StackObserver
 
@@ -428,11 +430,22 @@ def test_an_observer_sees_all_seeds_at_once_and_ends_them():
         torch.testing.assert_close(watching.tables[-1][i].flatten(), weights(alone), rtol=1e-5, atol=2e-6)
     with pytest.raises(ValueError, match='pass backend="stacked"'):
         many("one context", "auto", observer=Watching(3))
+    with pytest.raises(ValueError, match="leave n_workers out"):
+        many("one context", "stacked", observer=Watching(3), n_workers=2)
 
 
 class OwnLoop(TPO):
     def train(self):
         super().train()
+
+
+class Convolution(BaseFeaturesExtractor):
+    def __init__(self, space):
+        super().__init__(space, 9)
+        self.layers = nn.Sequential(nn.Conv2d(1, 1, 10, 9), nn.Flatten())
+
+    def forward(self, images):
+        return self.layers(images)
 
 
 class DropoutPolicy(TransformerPolicy):
@@ -473,6 +486,8 @@ def test_bad_arguments():
         train(seeds=[0.5])
     with pytest.raises(ValueError, match="Unknown backend 'gpu'"):
         train(backend="gpu")
+    with pytest.raises(ValueError, match="n_workers must be at least 1, got 0"):
+        train(n_workers=0)
     with pytest.raises(TypeError, match=r"name the seeds by seeds="):
         train(seed=3)
     with pytest.raises(TypeError, match="not <class 'int'>"):
@@ -568,13 +583,40 @@ def test_workers_train_what_cannot_be_stacked_and_name_a_seed_that_fails():
         )
 
 
+@pytest.mark.slow
+def test_stacked_in_workers_equal_single_runs(tmp_path):
+    seeds = [3, 1, 4]
+    logs = str(tmp_path / "runs")
+    models = many(
+        "all actions", "stacked", seeds=seeds, n_workers=2, tensorboard_log=logs, callback=processes, progress_bar=True
+    )
+    pids = []
+    for model, seed in zip(models, seeds, strict=True):
+        alone = single("all actions", seed)
+        torch.testing.assert_close(weights(model), weights(alone), rtol=1e-5, atol=2e-6)
+        assert (model.num_timesteps, model.seed) == (alone.num_timesteps, seed)
+        pids += read_scalars(tmp_path / "runs" / f"TPO_seed{seed}_1")["worker/pid"]
+    assert pids[0] == pids[1] != pids[2]  # two were stacked in one process
+    assert os.getpid() not in pids
+    models[0].learn(10, reset_num_timesteps=False)
+    more = single("all actions", seeds[0], updates=4)
+    torch.testing.assert_close(weights(models[0]), weights(more), rtol=1e-5, atol=2e-6)
+    with pytest.raises(RuntimeError, match=r"(?s)Seeds 0, 1 failed:.*as planned"):
+        many("all actions", "stacked", seeds=[0, 1, 2], n_workers=2, callback=failing)
+
+
 def test_auto_follows_the_measurement():
     table = TPO("TabularPolicy", bandit(), seed=0)
+    images = gym.make_vec("tpo_gym/MNISTBandit-v0", num_envs=2, flatten=False)
+    convolutions = TPO("MlpPolicy", images, policy_kwargs={"features_extractor_class": Convolution}, seed=0)
     sequences = TPO("TransformerPolicy", tokens(), group_size=4, seed=0)
-    assert _stacking_pays(table, 20, 2)
-    assert not _stacking_pays(table, 4, 2)
-    assert not _stacking_pays(table, 20, 8)
-    assert not _stacking_pays(sequences, 20, 2)
+    long = 10 * 50_000  # ten sub-environments
+    assert _choose(table, 20, 1_000, 2, True) == (1, True)  # over before workers have started
+    assert _choose(table, 20, long, 2, True) == (2, True)
+    assert _choose(table, 20, long, 40, True) == (40, False)
+    assert _choose(table, 20, 1_000, 2, False) == (2, False)
+    assert _choose(convolutions, 20, 1_000, 2, True) == (2, False)
+    assert _choose(sequences, 20, 1_000, 2, True) == (2, False)
 
 
 def test_exports():

@@ -2,76 +2,27 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import tempfile
-import traceback
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import gymnasium as gym
 import numpy as np
-import torch
-from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.type_aliases import MaybeCallback
-from stable_baselines3.common.utils import get_device
-from stable_baselines3.common.vec_env.base_vec_env import CloudpickleWrapper
+from torch import nn
 
 from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.resume_state import preserved_random
-from tpo_gym.agents.stack import SeedRandom
+from tpo_gym.agents.seed_workers import Recipe, stack_seeds, train_in_workers
 from tpo_gym.agents.stack_observer import StackObserver
 from tpo_gym.agents.stackable import refusal
-from tpo_gym.agents.stacked import train_stacked
 
 Model = TypeVar("Model", bound=GroupAlgorithm)
 BACKENDS = ("auto", "stacked", "workers")
-STACKED_SEEDS, STACKED_WORKERS = 8, 2
-"""On a CPU bandits are stacked from so many seeds on, where there would be no more than so many workers."""
-REPORT_SECONDS = 0.5
-"""Time between two looks at the workers."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How to make and train the model of any seed."""
-
-    algorithm: type[GroupAlgorithm]
-    policy: str | type[ActorPolicy]
-    env: str | Callable[..., Any]
-    env_kwargs: dict[str, Any]
-    kwargs: dict[str, Any]
-    total_timesteps: int
-    callback: Callable[[int], MaybeCallback] | None
-    log_interval: int | None
-    tb_log_name: str
-
-    def make_env(self) -> Any:
-        """A new environment."""
-        if not isinstance(self.env, str):
-            return self.env(**self.env_kwargs)
-        if not self.env_kwargs:
-            return self.env
-        return (gym.make_vec if "num_envs" in self.env_kwargs else gym.make)(self.env, **self.env_kwargs)
-
-    def make_model(self, seed: int) -> GroupAlgorithm:
-        """The untrained model of a seed."""
-        return self.algorithm(self.policy, self.make_env(), seed=seed, **self.kwargs)
-
-    def make_callback(self, seed: int) -> MaybeCallback:
-        """The callback of a seed."""
-        return None if self.callback is None else self.callback(seed)
-
-    def run_name(self, seed: int) -> str:
-        """Name of a seed's TensorBoard run."""
-        return f"{self.tb_log_name}_seed{seed}"
+SHORT = 50_000
+"""Updates, of all seeds, that stacked bandits take in about the time in which workers start."""
 
 
 def train_seeds(
@@ -111,10 +62,11 @@ def train_seeds(
             single run up to the rounding of sums. For candidates ``"all_actions"`` and ``"exact"`` on bandits of this
             package, and token tasks with a ``TransformerPolicy``. ``"workers"``: processes with one thread each, for
             everything; a seed equals its single run with one thread exactly. A program that is run as a script then
-            needs ``if __name__ == "__main__":``. ``"auto"``: stacked on a GPU where that serves; on a CPU workers, but
-            for 8 seeds and more of a bandit where there are no more than two processors: measured, see
+            needs ``if __name__ == "__main__":``. ``"auto"``: stacked on a GPU where that serves; on a CPU bandits are
+            stacked, those of long trainings in workers, and everything else goes to workers: measured, see
             docs/results/train_seeds.md.
-        n_workers: Processes; ``None``: one per processor.
+        n_workers: Processes; ``None``: one per processor. With ``"stacked"`` the seeds are divided among so many,
+            which stack theirs; ``None``: all in this one.
         observer: Watches all seeds at once, where callbacks of each would take longer than training does. Needs
             ``backend="stacked"``.
         **kwargs: Arguments of the algorithm, without ``seed``.
@@ -139,8 +91,13 @@ def train_seeds(
         [0, 0, 0]
     """
     chosen = _check(algorithm, env, seeds, callback, backend, kwargs)
-    if observer is not None and backend != "stacked":
-        raise ValueError(f'An observer watches stacked seeds, but backend={backend!r}: pass backend="stacked".')
+    if n_workers is not None and n_workers < 1:
+        raise ValueError(f"n_workers must be at least 1, got {n_workers}.")
+    if observer is not None and (backend != "stacked" or (n_workers or 1) > 1):
+        raise ValueError(
+            f"An observer watches seeds that are stacked in this process, but backend={backend!r} and "
+            f'n_workers={n_workers}: pass backend="stacked" and leave n_workers out.'
+        )
     name = tb_log_name or algorithm.__name__
     recipe = Recipe(algorithm, policy, env, env_kwargs or {}, kwargs, total_timesteps, callback, log_interval, name)
     with preserved_random():
@@ -148,26 +105,42 @@ def train_seeds(
         reason = refusal(first)
         if backend == "stacked" and reason is not None:
             raise ValueError(f'backend="stacked" cannot train these seeds: {reason}. Use backend="workers".')
-        if backend == "stacked" or (
-            backend == "auto" and reason is None and _stacking_pays(first, len(chosen), n_workers or _processors())
-        ):
-            models = [(first, SeedRandom(first.device))]
-            for seed in chosen[1:]:
-                model = recipe.make_model(seed)
-                models.append((model, SeedRandom(model.device)))
-            train_stacked(
-                chosen,
-                models,
-                total_timesteps,
-                [recipe.make_callback(seed) for seed in chosen],
-                log_interval,
-                [recipe.run_name(seed) for seed in chosen],
-                progress_bar,
-                observer,
-            )
-            return [model for model, _ in models]  # type: ignore[misc]
+        if backend == "auto":
+            n_workers = n_workers or _processors()
+            n_processes, stacks = _choose(first, len(chosen), total_timesteps, n_workers, reason is None)
+        else:
+            stacks = backend == "stacked"
+            n_processes = (n_workers or 1) if stacks else (n_workers or _processors())
+        if stacks and n_processes == 1:
+            return stack_seeds(recipe, chosen, first, progress_bar, observer)  # type: ignore[return-value]
         del first
-        return _train_in_workers(recipe, chosen, n_workers, progress_bar)  # type: ignore[return-value]
+        per_job = -(-len(chosen) // n_processes) if stacks else 1
+        return train_in_workers(recipe, chosen, n_processes, per_job, progress_bar)  # type: ignore[return-value]
+
+
+def _choose(model: GroupAlgorithm, n_seeds: int, total_timesteps: int, n_workers: int, can: bool) -> tuple[int, bool]:
+    """How many processes, and whether they stack their seeds: measured, see docs/results/train_seeds.md.
+
+    Args:
+        model: That of any seed.
+        n_seeds: How many seeds.
+        total_timesteps: Interactions of each.
+        n_workers: Processes that there may be.
+        can: Whether these seeds can be stacked.
+    """
+    if can and model.device.type != "cpu":
+        return 1, True
+    small = can and model.candidate_set in EXHAUSTIVE_SETS
+    if not small or any(isinstance(module, nn.modules.conv._ConvNd) for module in model.policy.modules()):
+        return n_workers, False
+    assert model.env is not None
+    if n_seeds * (total_timesteps // model.env.num_envs) <= SHORT:
+        return 1, True
+    return n_workers, n_seeds > n_workers
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check(
@@ -198,107 +171,3 @@ def _check(
     if twice:
         raise ValueError(f"Seed {min(twice)} is given more than once: its runs would be the same. Leave one out.")
     return [int(seed) for seed in chosen]
-
-
-def _stacking_pays(model: GroupAlgorithm, n_seeds: int, n_workers: int) -> bool:
-    """Whether stacking these seeds is faster than workers: measured, see docs/results/train_seeds.md."""
-    if model.device.type != "cpu":
-        return True
-    return model.candidate_set in EXHAUSTIVE_SETS and n_seeds >= STACKED_SEEDS and n_workers <= STACKED_WORKERS
-
-
-# Workers.
-
-_shared: tuple[Any, Any] | None = None  # in a worker: how far each seed is, and whether to stop
-
-
-class _Watch(BaseCallback):
-    """Tells how far a seed is, and ends it when all are to end."""
-
-    def __init__(self, index: int, progress: Any, stop: Any) -> None:
-        super().__init__()
-        self._index, self._progress, self._stop = index, progress, stop
-
-    def _on_step(self) -> bool:
-        self._progress[self._index] = self.num_timesteps
-        return not self._stop.is_set()
-
-
-def _initialize(progress: Any, stop: Any) -> None:
-    global _shared
-    _shared = progress, stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
-    torch.set_num_threads(1)
-
-
-def _train(wrapped: CloudpickleWrapper, index: int, seed: int, path: str) -> str | None:
-    """Train a seed and save it; returns a traceback where that failed."""
-    recipe: Recipe = wrapped.var
-    assert _shared is not None
-    progress, stop = _shared
-    if stop.is_set():
-        return None
-    try:
-        model, given = recipe.make_model(seed), recipe.make_callback(seed)
-        callbacks: list[Any] = [] if given is None else list(given) if isinstance(given, list) else [given]
-        callbacks = [each if isinstance(each, BaseCallback) else ConvertCallback(each) for each in callbacks]
-        watched = [*callbacks, _Watch(index, progress, stop)]
-        model.learn(recipe.total_timesteps, watched, recipe.log_interval, recipe.run_name(seed))
-        model.save(path, allow_pickle=True)
-    except Exception:
-        return traceback.format_exc()
-    return None
-
-
-def _train_in_workers(
-    recipe: Recipe, seeds: Sequence[int], n_workers: int | None, progress_bar: bool
-) -> list[GroupAlgorithm]:
-    n_workers = min(len(seeds), n_workers or _processors())
-    context = multiprocessing.get_context("spawn")
-    progress, stop = context.Array("q", len(seeds), lock=False), context.Event()
-    device = get_device(recipe.kwargs.get("device", "auto"))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(n_workers, context, _initialize, (progress, stop)) as pool,
-    ):
-        paths = [str(Path(folder) / f"{seed}.zip") for seed in seeds]
-        futures = [pool.submit(_train, CloudpickleWrapper(recipe), i, seed, paths[i]) for i, seed in enumerate(seeds)]
-        try:
-            _wait(futures, seeds, progress, recipe.total_timesteps if progress_bar else None)
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-        return [
-            recipe.algorithm.load(path, env=recipe.make_env(), device=device, trust=True)  # our own files
-            for path in paths
-        ]
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _wait(futures: Sequence[Future[str | None]], seeds: Sequence[int], progress: Any, total: int | None) -> None:
-    """Wait for all seeds; show a progress bar if ``total`` interactions of each are given.
-
-    Raises:
-        RuntimeError: At the first seed that failed.
-    """
-    from tqdm import tqdm
-
-    with tqdm(total=(total or 0) * len(seeds), disable=total is None) as bar:
-        pending = set(futures)
-        while pending:
-            done, pending = wait(pending, REPORT_SECONDS, FIRST_EXCEPTION)
-            bar.update(sum(progress) - bar.n)
-            for future in done:
-                seed = seeds[futures.index(future)]
-                try:
-                    failure = future.result()
-                except BrokenProcessPool as error:
-                    raise RuntimeError(
-                        f"The worker of seed {seed} died: out of memory? Try fewer n_workers. (A script needs "
-                        'if __name__ == "__main__": around what it runs.)'
-                    ) from error
-                if failure is not None:
-                    raise RuntimeError(f"Seed {seed} failed:\n{failure}")

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tpo_gym.agents.seeds import STACKED_SEEDS
 from tpo_gym.agents.stackable import refusal
 from tpo_gym.experiments.build import make_model
 from tpo_gym.experiments.record import Progress
@@ -24,6 +23,8 @@ from tpo_gym.experiments.record_stacked import AT_ONCE
 from tpo_gym.experiments.run import Stopped, carry_out, carry_out_together
 from tpo_gym.experiments.settings import Settings
 
+STACKED_SEEDS = 8
+"""A worker stacks the seeds of a bandit where it has so many."""
 REPORT_SECONDS = 0.5
 """Least time between two reports of a run; reading the error makes the host wait for the device."""
 
