@@ -44,12 +44,13 @@ from tpo_gym.agents.policies import (
 from tpo_gym.agents.reporting import ReportingMixin
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout, check_scores
+from tpo_gym.agents.sampling_pass import Known, SamplingPass, is_kept
 from tpo_gym.agents.trials import Lookahead
-from tpo_gym.agents.updates import batch_loss
+from tpo_gym.agents.updates import batch_loss, fit
 
 logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
-MADE_ANEW = ("rollout", "_group_env", "_frozen", "_unlogged", "_mail", "_processes", "_compiled_loss")
+MADE_ANEW = ("rollout", "_group_env", "_frozen", "_unlogged", "_mail", "_processes", "_compiled_loss", "_sampled")
 """Attributes that no file holds."""
 LONG_EPISODE = 10_000
 """Steps of one rollout batch after which a warning asks whether episodes end at all."""
@@ -112,6 +113,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
     policy: ActorPolicy
     _processes: OneProcess = OneProcess()
     """Who trains this model: see :func:`tpo_gym.agents.distributed.distribute`."""
+    _keeps_pass: bool = False
+    """Whether :meth:`learn` differentiates the pass that sampled: see :mod:`tpo_gym.agents.sampling_pass`."""
 
     def __init__(
         self,
@@ -168,6 +171,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self._unlogged: GroupRollout | None = None  # the rollout batch whose update has not been logged yet
         self._mail = Mail()
         self._compiled_loss: CompiledLoss | None = None
+        self._sampled: Known | None = None
         self._seed_rng = np.random.default_rng(seed)
         if _init_setup_model:
             self._setup_model()
@@ -255,11 +259,12 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
 
     def collect_rollouts(self, callback: BaseCallback) -> bool:
         """Collect one rollout batch into :attr:`rollout`; ``False`` if a callback ended the training."""
-        self.policy.set_training_mode(False)
+        if not self._keeps_pass:
+            self.policy.set_training_mode(False)
         self._boundary = capture(self)  # what a file saved before the end of this rollout batch goes on from
         callback.on_rollout_start()
         rewards: list[Tensor] = []
-        watched = not (isinstance(callback, ConvertCallback) and callback.callback is None)  # what SB3 makes of None
+        watched = _is_watched(callback)
 
         def on_step(step: Step) -> bool:
             self.num_timesteps += step.interactions
@@ -287,6 +292,11 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
 
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
         env, policy = self._group_env, self.policy
+        if self._keeps_pass:
+            sampler = SamplingPass(policy)
+            rollout = collectors.collect(self, env, sampler, on_step, fused=False, merge=False)
+            self._sampled = sampler.known
+            return rollout
         sequences = isinstance(env, BatchedGroupEnv) and hasattr(env.env, "score_sequences")
         fused = sequences and isinstance(policy, TransformerPolicy)
         return collectors.collect(self, env, policy, on_step, fused, self._merges)
@@ -295,7 +305,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         """Fit the policy to the frozen objective for ``n_epochs`` steps on the last rollout batch."""
         assert self.rollout is not None, "Call collect_rollouts() first"
         rollout = self.rollout
-        self.policy.set_training_mode(True)
+        if self._sampled is None or not self.policy.training:
+            self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
         frozen = self._frozen = self.freeze(rollout)
         self._unlogged = rollout
@@ -303,22 +314,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         if self.may_skip and not self.wants_update(rollout):
             return
         weights = self.group_weights(rollout, frozen)
-        optimizer, parameters = self.policy.optimizer, list(self.policy.parameters())
-        losses, norms, entropies = [], [], []
-        for _ in range(self.n_epochs):
-            for parameter in parameters:
-                parameter.grad = None  # as `zero_grad`, which takes longer
-            loss, entropy = self._processes.accumulate_gradients(self, rollout, frozen, weights)
-            norms.append(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-            if self.max_grad_norm is not None:
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norms[-1])
-            if self._mail.is_here(norms[-1]):  # elsewhere that would wait for the device: checked after the epochs
-                self._check_gradient(float(norms[-1]))
-            optimizer.step()
-            losses.append(loss)
-            entropies.append(entropy)
-            self._n_updates += 1
-        means = torch.stack([torch.stack(losses).mean(), torch.stack(norms).mean(), torch.stack(entropies).mean()])
+        means = fit(self, rollout, frozen, weights)
         self._mail.post(means, lambda numbers: self._record_training(*numbers))
 
     def _record_training(self, loss: float, norm: float, entropy: float) -> None:
@@ -363,6 +359,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         )
         self._processes.begin(self, total_timesteps)
         callback.on_training_start({"self": self, "total_timesteps": total_timesteps}, {})
+        self._keeps_pass = is_kept(self, _is_watched(callback))
         try:
             while self.num_timesteps < total_timesteps:
                 if not self.collect_rollouts(callback):
@@ -378,6 +375,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             self.logger.dump(step=self.num_timesteps)
             callback.on_training_end()  # closes the progress bar
             raise
+        finally:
+            self._keeps_pass, self._sampled = False, None
         callback.on_training_end()
         return self
 
@@ -433,6 +432,11 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         return BaseAlgorithm._wrap_env(as_vec_env(env), verbose, monitor_wrapper)
+
+
+def _is_watched(callback: BaseCallback) -> bool:
+    """Whether somebody listens: SB3 makes a callback of ``None``, too."""
+    return not (isinstance(callback, ConvertCallback) and callback.callback is None)
 
 
 def _warn_of_long_episodes() -> None:

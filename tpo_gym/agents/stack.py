@@ -62,17 +62,6 @@ class _WeightsFirst(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Known:
-    """A policy whose log-probabilities of all actions are known already."""
-
-    def __init__(self, log_probs: Tensor) -> None:
-        self._log_probs = log_probs
-
-    def all_log_probs(self, obs: Tensor) -> Tensor:
-        """See :meth:`ActorPolicy.all_log_probs`."""
-        return self._log_probs
-
-
 class Networks:
     """The seeds' policies as one. Collectors see a policy whose rows are those of all seeds, one seed after the other.
 

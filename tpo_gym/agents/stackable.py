@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import nn
 
 from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS, native_env
-from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.policies import TransformerPolicy
+
+if TYPE_CHECKING:
+    from tpo_gym.agents.group_algorithm import GroupAlgorithm
 
 OWN_METHODS = ("learn", "train", "collect_rollouts", "_collect")
 """What an algorithm may not replace to be stacked, since all seeds go through it together."""
@@ -14,6 +18,8 @@ OWN_METHODS = ("learn", "train", "collect_rollouts", "_collect")
 
 def refusal(model: GroupAlgorithm) -> str | None:
     """Why seeds of this model cannot be stacked; ``None`` where they can."""
+    from tpo_gym.agents.group_algorithm import GroupAlgorithm
+
     native, policy = native_env(model.env), model.policy
     fused = isinstance(policy, TransformerPolicy) and hasattr(native, "score_sequences")
     replaced = [name for name in OWN_METHODS if getattr(type(model), name) is not getattr(GroupAlgorithm, name)]

@@ -34,7 +34,8 @@ from tpo_gym.agents.mail import Mail
 from tpo_gym.agents.metrics import rollout_metrics
 from tpo_gym.agents.resume_state import capture
 from tpo_gym.agents.rollouts import GroupRollout, StateCandidates, check_scores
-from tpo_gym.agents.stack import JoinedEnv, Known, Networks, SeedNoise, SeedRandom, map_tensors
+from tpo_gym.agents.sampling_pass import Known
+from tpo_gym.agents.stack import JoinedEnv, Networks, SeedNoise, SeedRandom, map_tensors
 from tpo_gym.agents.stack_observer import StackObserver
 from tpo_gym.agents.stackable import has_one_mode
 from tpo_gym.agents.updates import batch_loss
