@@ -80,7 +80,10 @@ def learner(model: Any) -> Side:
 
 def bare(model: Any) -> Side:
     """Rollout, target, gradients and steps alone."""
-    from tpo_gym.agents.updates import accumulate_gradients
+    from tpo_gym.agents.sampling_pass import is_kept
+    from tpo_gym.agents.updates import accumulate_gradients, batch_loss
+
+    model._keeps_pass = is_kept(model, watched=False)  # as `learn` does
 
     def run(n: int) -> float:
         start = time.perf_counter()
@@ -90,7 +93,11 @@ def bare(model: Any) -> Side:
             weights = model.group_weights(rollout, frozen)
             for _ in range(model.n_epochs):
                 model.policy.optimizer.zero_grad()
-                accumulate_gradients(model, rollout, frozen, weights)
+                sampled, model._sampled = model._sampled, None
+                if sampled is None:
+                    accumulate_gradients(model, rollout, frozen, weights)
+                else:
+                    batch_loss(model, sampled, rollout, frozen, weights)[0].backward()
                 model.policy.optimizer.step()
         return (time.perf_counter() - start) / n
 

@@ -125,7 +125,7 @@ class Stack:
         self._lead = copy(self._lead_run.model)
         self._lead._logger = _Logs([run for run in self.runs if self._logs and not run.stopped])  # type: ignore
         self._train()
-        if log:
+        if log and self._logs:
             self._dump_logs()
         self._mail.deliver()
         for run in self.runs:
