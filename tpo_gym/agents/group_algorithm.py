@@ -50,7 +50,17 @@ from tpo_gym.agents.updates import batch_loss, fit
 
 logger = logging.getLogger("tpo_gym")
 Self = TypeVar("Self", bound="GroupAlgorithm")
-MADE_ANEW = ("rollout", "_group_env", "_frozen", "_unlogged", "_mail", "_processes", "_compiled_loss", "_sampled")
+MADE_ANEW = (
+    "rollout",
+    "_group_env",
+    "_frozen",
+    "_unlogged",
+    "_mail",
+    "_processes",
+    "_compiled_loss",
+    "_sampled",
+    "_keeps_pass",
+)
 """Attributes that no file holds."""
 LONG_EPISODE = 10_000
 """Steps of one rollout batch after which a warning asks whether episodes end at all."""
