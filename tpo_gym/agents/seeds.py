@@ -22,7 +22,7 @@ from tpo_gym.agents.stackable import refusal
 Model = TypeVar("Model", bound=GroupAlgorithm)
 BACKENDS = ("auto", "stacked", "workers")
 SHORT = 50_000
-"""Updates, of all seeds, that stacked bandits take in about the time in which workers start."""
+"""Updates, of all seeds, after which workers have about won back the time that they take to start."""
 
 
 def train_seeds(
