@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tpo_gym.draws import drawn
+
 SHORT = range(4, 16)
 """Lengths of rows, e.g. ten actions, for which a detour pays: torch's softmax wants 16 numbers at once, else it takes
 one at a time; fewer than 4 cost little."""
@@ -30,11 +32,13 @@ def _over_last(kernel: Callable[[Tensor, int], Tensor], x: Tensor) -> Tensor:
 
 
 def sample(probabilities: Tensor) -> Tensor:
-    """One draw from each row of ``(N, n)``: ``(N,)``.
+    """One draw from each row of ``(N, n)``: ``(N,)``, by inverting the distribution.
 
-    A single one costs torch a random number per entry. For several, which it draws on a CPU by inverting the
-    distribution, it takes one each: so there two are drawn and one is kept.
+    It takes one random number per row, where ``torch.multinomial`` takes one per entry for a single draw.
     """
-    if probabilities.device.type == "cpu":
-        return torch.multinomial(probabilities, 2, replacement=True)[:, 0]
-    return torch.multinomial(probabilities, 1).squeeze(1)
+    cumulative = probabilities.cumsum(-1)
+    n_rows, dtype, device = len(cumulative), cumulative.dtype, cumulative.device
+    uniform = drawn(lambda: torch.rand(n_rows, 1, dtype=dtype, device=device))
+    # Slightly below the sum, so that rounding never leads to an entry behind the last possible one.
+    total = cumulative[:, -1:] * (1 - torch.finfo(dtype).eps)
+    return torch.searchsorted(cumulative, uniform * total, right=True).squeeze(1)

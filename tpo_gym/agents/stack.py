@@ -244,7 +244,7 @@ class SeedRandom:
 
 
 class SeedNoise(TorchFunctionMode):
-    """While entered, ``torch.multinomial`` draws each seed's rows with that seed's generator.
+    """While entered, ``torch.multinomial`` and ``torch.rand`` draw each seed's rows with that seed's generator.
 
     Args:
         generators: One per seed.
@@ -267,7 +267,15 @@ class SeedNoise(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if self._active and func is torch.multinomial and "generator" not in (kwargs or {}):
             return self._draw(*args, **(kwargs or {}))
+        if self._active and func is torch.rand and "generator" not in (kwargs or {}):
+            return self._draw_uniform(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _draw_uniform(self, n_rows: int, *shape: int, **kwargs: Any) -> Tensor:
+        values = torch.empty(n_rows, *shape, **kwargs)
+        for part, generator in zip(values.chunk(len(self._generators)), self._generators, strict=True):
+            part.uniform_(generator=generator)
+        return values
 
     def _draw(self, probabilities: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
         parts = probabilities.chunk(len(self._generators))

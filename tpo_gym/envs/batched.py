@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor
 
+from tpo_gym.draws import drawn
 from tpo_gym.envs.checks import as_actions, as_autoreset_mode, as_device, as_group_size, as_int, as_rows, as_seed
 
 Rows = slice | Tensor
@@ -330,7 +331,7 @@ class BatchedEnv(VectorEnv[Tensor, Any, Tensor], ABC):
     def _start(self, rows: np.ndarray | None) -> None:
         """Starts new episodes in ``rows`` (None: all), one context per group."""
         count = self.num_envs if rows is None else len(rows)
-        contexts = self._draw_contexts(count // self.group_size)
+        contexts = drawn(lambda: self._draw_contexts(count // self.group_size))
         if self.group_size > 1:
             contexts = contexts.repeat_interleave(self.group_size, dim=0)
         if rows is None:
