@@ -7,13 +7,25 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList, ConvertCallback, ProgressBarCallback
 
 if TYPE_CHECKING:
     from tpo_gym.agents.checkpoint import CheckpointMixin
 
 logger = logging.getLogger("tpo_gym")
 UNITS = ("updates", "timesteps")
+
+
+def listens(callback: BaseCallback) -> bool:
+    """Whether a callback may read what a step did, or change the model within an update; SB3 wraps ``None``, too.
+
+    A class of ours says that it does neither by ``passive = True``.
+    """
+    if isinstance(callback, CallbackList):
+        return any(map(listens, callback.callbacks))
+    if isinstance(callback, ConvertCallback):
+        return callback.callback is not None
+    return not (type(callback) is ProgressBarCallback or type(callback).__dict__.get("passive", False))
 
 
 class ResumeCallback(BaseCallback):
@@ -47,6 +59,7 @@ class ResumeCallback(BaseCallback):
     """
 
     model: CheckpointMixin
+    passive = True
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from gymnasium import spaces
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.callbacks import BaseCallback, ConvertCallback
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.policies import BasePolicy
 from stable_baselines3.common.type_aliases import MaybeCallback, Schedule
 from stable_baselines3.common.vec_env import VecEnv
@@ -19,6 +19,8 @@ from torch import Tensor
 
 from tpo_gym.agents import collectors
 from tpo_gym.agents.arguments import check_common_arguments
+from tpo_gym.agents.callbacks import listens
+from tpo_gym.agents.captured_pass import CapturedPass, captured_pass
 from tpo_gym.agents.checkpoint import CheckpointMixin
 from tpo_gym.agents.compiled import CompiledLoss
 from tpo_gym.agents.distributed import OneProcess
@@ -58,6 +60,8 @@ MADE_ANEW = (
     "_mail",
     "_processes",
     "_compiled_loss",
+    "_compile_options",
+    "_captured",
     "_sampled",
     "_keeps_pass",
 )
@@ -181,6 +185,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self._unlogged: GroupRollout | None = None  # the rollout batch whose update has not been logged yet
         self._mail = Mail()
         self._compiled_loss: CompiledLoss | None = None
+        self._compile_options: dict[str, Any] | None = None
+        self._captured: CapturedPass | None = None
         self._sampled: Known | None = None
         self._seed_rng = np.random.default_rng(seed)
         if _init_setup_model:
@@ -267,6 +273,11 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         """Whether to take optimizer steps on this rollout batch."""
         return True
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the objective's settings are the same in all updates of a training."""
+        return True
+
     def collect_rollouts(self, callback: BaseCallback) -> bool:
         """Collect one rollout batch into :attr:`rollout`; ``False`` if a callback ended the training."""
         if not self._keeps_pass:
@@ -274,7 +285,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self._boundary = capture(self)  # what a file saved before the end of this rollout batch goes on from
         callback.on_rollout_start()
         rewards: list[Tensor] = []
-        watched = _is_watched(callback)
+        watched = listens(callback)
 
         def on_step(step: Step) -> bool:
             self.num_timesteps += step.interactions
@@ -302,10 +313,14 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
 
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
         env, policy = self._group_env, self.policy
+        if self._captured is not None and self._captured.started:
+            return self._captured.collect(on_step)
         if self._keeps_pass:
             sampler = SamplingPass(policy)
             rollout = collectors.collect(self, env, sampler, on_step, fused=False, merge=False)
             self._sampled = sampler.known
+            if self._captured is not None:
+                self._captured.started = True
             return rollout
         sequences = isinstance(env, BatchedGroupEnv) and hasattr(env.env, "score_sequences")
         fused = sequences and isinstance(policy, TransformerPolicy)
@@ -315,15 +330,16 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         """Fit the policy to the frozen objective for ``n_epochs`` steps on the last rollout batch."""
         assert self.rollout is not None, "Call collect_rollouts() first"
         rollout = self.rollout
-        if self._sampled is None or not self.policy.training:
+        prepared = None if self._captured is None else self._captured.prepared
+        if (self._sampled is None and prepared is None) or not self.policy.training:
             self.policy.set_training_mode(True)
         self._update_learning_rate(self.policy.optimizer)
-        frozen = self._frozen = self.freeze(rollout)
+        frozen = self._frozen = self.freeze(rollout) if prepared is None else prepared.frozen
         self._unlogged = rollout
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
         if self.may_skip and not self.wants_update(rollout):
             return
-        weights = self.group_weights(rollout, frozen)
+        weights = self.group_weights(rollout, frozen) if prepared is None else prepared.weights
         means = fit(self, rollout, frozen, weights)
         self._mail.post(means, lambda numbers: self._record_training(*numbers))
 
@@ -369,7 +385,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         )
         self._processes.begin(self, total_timesteps)
         callback.on_training_start({"self": self, "total_timesteps": total_timesteps}, {})
-        self._keeps_pass = is_kept(self, _is_watched(callback))
+        self._keeps_pass = is_kept(self, listens(callback))
+        self._captured = captured_pass(self)
         try:
             while self.num_timesteps < total_timesteps:
                 if not self.collect_rollouts(callback):
@@ -387,6 +404,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             raise
         finally:
             self._keeps_pass, self._sampled = False, None
+            if self._captured is not None:
+                self._captured.rest()
         callback.on_training_end()
         return self
 
@@ -404,6 +423,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             options = {"mode": "reduce-overhead", **options}
         if isinstance(self.policy, TransformerPolicy):
             self.policy.fixed_shapes = True
+        self._compile_options = options
         self._compiled_loss = CompiledLoss(batch_loss, options)
 
     def predict(
@@ -442,11 +462,6 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
     @staticmethod
     def _wrap_env(env: Any, verbose: int = 0, monitor_wrapper: bool = True) -> VecEnv:
         return BaseAlgorithm._wrap_env(as_vec_env(env), verbose, monitor_wrapper)
-
-
-def _is_watched(callback: BaseCallback) -> bool:
-    """Whether somebody listens: SB3 makes a callback of ``None``, too."""
-    return not (isinstance(callback, ConvertCallback) and callback.callback is None)
 
 
 def _warn_of_long_episodes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -250,6 +250,23 @@ class GroupRollout:
             return tensor
         per_unit = self.candidates.groups_per_unit
         return tensor.unflatten(0, (-1, per_unit))[units].flatten(0, 1)
+
+
+def tensors_of(rollout: GroupRollout) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a rollout batch and of its candidates, by their names."""
+
+    def of(part: Any) -> dict[str, Tensor]:
+        return {f.name: v for f in fields(part) if f.init and isinstance(v := getattr(part, f.name), Tensor)}
+
+    return of(rollout), of(rollout.candidates)
+
+
+def with_tensors(template: GroupRollout, own: dict[str, Tensor], candidates: dict[str, Tensor]) -> GroupRollout:
+    """A rollout batch like ``template`` with these tensors: see :func:`tensors_of`."""
+    kind: Any = type(template.candidates)
+    # Made anew rather than by `replace`, because a batch of sequences remembers what it computed.
+    constants = {f.name: getattr(template.candidates, f.name) for f in fields(kind) if not f.name.startswith("_")}
+    return replace(template, **own, candidates=kind(**{**constants, **candidates}))
 
 
 def check_scores(scores: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS
-from tpo_gym.agents.stackable import has_one_mode, refusal
+from tpo_gym.agents.stackable import has_one_mode, refusal, repeats
 
 if TYPE_CHECKING:
     from tpo_gym.agents.group_algorithm import GroupAlgorithm
@@ -61,7 +61,7 @@ def is_kept(model: GroupAlgorithm, watched: bool) -> bool:
         not watched
         and model.candidate_set in EXHAUSTIVE_SETS
         and not model._merges
-        and model._compiled_loss is None
+        and (model._compiled_loss is None or repeats(model))
         and type(model._processes) is OneProcess
         and has_one_mode(model.policy)
         and refusal(model) is None

@@ -43,6 +43,7 @@ class Recipe:
     callback: Callable[[int], MaybeCallback] | None
     log_interval: int | None
     tb_log_name: str
+    compile_options: dict[str, Any] | None = None
 
     def make_env(self) -> Any:
         """A new environment."""
@@ -54,7 +55,10 @@ class Recipe:
 
     def make_model(self, seed: int) -> GroupAlgorithm:
         """The untrained model of a seed."""
-        return self.algorithm(self.policy, self.make_env(), seed=seed, **self.kwargs)
+        model = self.algorithm(self.policy, self.make_env(), seed=seed, **self.kwargs)
+        if self.compile_options is not None:
+            model.compile(**self.compile_options)
+        return model
 
     def make_callback(self, seed: int) -> MaybeCallback:
         """The callback of a seed."""
@@ -103,6 +107,8 @@ _shared: tuple[Any, Any] | None = None  # in a worker: how far each seed is, and
 
 class _Watch(BaseCallback):
     """Tells how far a seed is, and ends it when all are to end."""
+
+    passive = True
 
     def __init__(self, index: int, progress: Any, stop: Any) -> None:
         super().__init__()

@@ -40,6 +40,7 @@ def train_seeds(
     backend: str = "auto",
     n_workers: int | None = None,
     observer: StackObserver | None = None,
+    compile: bool | dict[str, Any] = False,
     **kwargs: Any,
 ) -> list[Model]:
     """Train one model per seed, each as ``algorithm(policy, env, seed=seed, **kwargs).learn(total_timesteps)`` would.
@@ -69,6 +70,8 @@ def train_seeds(
             which stack theirs; ``None``: all in this one.
         observer: Watches all seeds at once, where callbacks of each would take longer than training does. Needs
             ``backend="stacked"``.
+        compile: Compile the updates, with these arguments where a dictionary is given: see
+            :meth:`GroupAlgorithm.compile`. Takes some seconds and pays in long trainings.
         **kwargs: Arguments of the algorithm, without ``seed``.
 
     Returns:
@@ -99,7 +102,10 @@ def train_seeds(
             f'n_workers={n_workers}: pass backend="stacked" and leave n_workers out.'
         )
     name = tb_log_name or algorithm.__name__
-    recipe = Recipe(algorithm, policy, env, env_kwargs or {}, kwargs, total_timesteps, callback, log_interval, name)
+    options = compile if isinstance(compile, dict) else {} if compile else None
+    recipe = Recipe(
+        *(algorithm, policy, env, env_kwargs or {}, kwargs, total_timesteps, callback, log_interval, name, options)
+    )
     with preserved_random():
         first = recipe.make_model(chosen[0])
         reason = refusal(first)

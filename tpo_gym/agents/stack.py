@@ -189,6 +189,11 @@ class JoinedEnv(BatchedGroupEnv):
         )
         super().__init__(joined, device)
 
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The generators of the seeds' own environments, which draw contexts."""
+        return [env._generator for env in self._envs]
+
     def _draw_contexts(self, count: int) -> Tensor:
         return torch.cat([env._draw_contexts(count // len(self._envs)) for env in self._envs])
 
@@ -252,7 +257,7 @@ class SeedNoise(TorchFunctionMode):
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
-        self._generators = generators
+        self.generators = generators
         self._active = True
 
     @contextmanager
@@ -273,17 +278,17 @@ class SeedNoise(TorchFunctionMode):
 
     def _draw_uniform(self, n_rows: int, *shape: int, **kwargs: Any) -> Tensor:
         values = torch.empty(n_rows, *shape, **kwargs)
-        for part, generator in zip(values.chunk(len(self._generators)), self._generators, strict=True):
+        for part, generator in zip(values.chunk(len(self.generators)), self.generators, strict=True):
             part.uniform_(generator=generator)
         return values
 
     def _draw(self, probabilities: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
-        parts = probabilities.chunk(len(self._generators))
+        parts = probabilities.chunk(len(self.generators))
         if num_samples > 1:
-            draws = zip(parts, self._generators, strict=True)
+            draws = zip(parts, self.generators, strict=True)
             return torch.cat([torch.multinomial(p, num_samples, replacement, generator=g) for p, g in draws])
         # As torch draws a single sample, but without a wait for the device: argmax of p / e, with e exponential.
         noise = torch.empty_like(probabilities)
-        for part, generator in zip(noise.chunk(len(self._generators)), self._generators, strict=True):
+        for part, generator in zip(noise.chunk(len(self.generators)), self.generators, strict=True):
             part.exponential_(generator=generator)
         return (probabilities / noise).argmax(-1, keepdim=True)

@@ -47,3 +47,29 @@ def has_one_mode(policy: nn.Module) -> bool:
     """
     packages = {type(module).__module__.partition(".")[0] for module in policy.modules()}
     return packages <= {"torch", "stable_baselines3", "tpo_gym"}
+
+
+def repeats(model: GroupAlgorithm) -> bool:
+    """Whether every update surely consists of the same tensor operations, so that they can be recorded and replayed.
+
+    That is known of this package's one-step tasks, policies and algorithms where nobody listens inside.
+    """
+    parts = (model, model.policy, native_env(model.env))
+    return (
+        model.candidate_set in EXHAUSTIVE_SETS
+        and model.is_constant
+        and not model.may_skip
+        and has_one_mode(model.policy)
+        and all(type(part).__module__.partition(".")[0] == "tpo_gym" for part in parts)
+        and refusal(model) is None
+        and not any(_has_hooks(module) for module in model.policy.modules())
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    on_module = (
+        *(module._forward_hooks, module._forward_pre_hooks),
+        *(module._backward_hooks, module._backward_pre_hooks),
+    )
+    parameters = module.parameters(recurse=False)
+    return any(on_module) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -23,25 +23,22 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.type_aliases import MaybeCallback
 from torch import Tensor
-from torch.func import vmap
 
-from tpo_gym.agents import collectors
+from tpo_gym.agents.captured import Captured
 from tpo_gym.agents.env_setup import native_env
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
 from tpo_gym.agents.group_env import Step
 from tpo_gym.agents.joint_steps import JointSteps
 from tpo_gym.agents.mail import Mail
-from tpo_gym.agents.metrics import rollout_metrics
 from tpo_gym.agents.resume_state import capture
-from tpo_gym.agents.rollouts import GroupRollout, StateCandidates, check_scores
-from tpo_gym.agents.sampling_pass import Known
-from tpo_gym.agents.stack import JoinedEnv, Networks, SeedNoise, SeedRandom, map_tensors
+from tpo_gym.agents.rollouts import GroupRollout, check_scores
+from tpo_gym.agents.stack import JoinedEnv, Networks, SeedRandom, map_tensors
+from tpo_gym.agents.stack_batch import Batch, Gradients, StackBatch
 from tpo_gym.agents.stack_observer import StackObserver
-from tpo_gym.agents.stackable import has_one_mode
-from tpo_gym.agents.updates import batch_loss
+from tpo_gym.agents.stackable import has_one_mode, repeats
 
-Tensors = tuple[dict[str, Tensor], dict[str, Tensor]]
-"""The tensors of a rollout batch and of its candidates, ``(S, ...)``."""
+WORTH_RECORDING = 500
+"""Updates that remain from which recording one pays: it takes as long as some hundred of them save."""
 
 
 @dataclass(eq=False)
@@ -54,6 +51,8 @@ class Run:
     callback: BaseCallback
     watched: bool
     """Whether somebody listens to the callback."""
+    bar: bool = False
+    """Whether the callback shows a progress bar."""
     stopped: bool = False
     """Whether the callback ended the training."""
 
@@ -77,13 +76,6 @@ class _Logs:
             logger.record(*args, **kwargs)
 
 
-def _tensors_of(rollout: GroupRollout) -> Tensors:
-    def of(part: Any) -> dict[str, Tensor]:
-        return {f.name: v for f in fields(part) if f.init and isinstance(v := getattr(part, f.name), Tensor)}
-
-    return of(rollout), of(rollout.candidates)
-
-
 class Stack:
     """Runs that go through their updates together.
 
@@ -99,17 +91,20 @@ class Stack:
         device = models[0].device
         self.networks = Networks([model.policy for model in models])
         self.env = JoinedEnv([native_env(model.env) for model in models], device)  # type: ignore[misc]
-        self._noise = SeedNoise([run.random.generator for run in runs])
+        self.batch = StackBatch(self.networks, self.env, [run.random.generator for run in runs], models[0])
         self._steps = JointSteps([model.policy.optimizer for model in models], self.networks)
         self._lead = models[0]
-        self._template: GroupRollout | None = None
         self._mail = Mail()
         self._unrecorded: Tensor | None = None
-        self._known: Tensor | None = None
+        self._ready: Batch | None = None
         self._watched = any(run.watched for run in runs)
         # A callback may change the policy between sampling and training, and a module what it computes.
         self.networks.keeps_graph = has_one_mode(models[0].policy) and not self._watched and not models[0]._merges
         self._logs = False
+        self._repeats = not self._watched and repeats(models[0])
+        self._started = False
+        self._whole: Captured | None = None
+        self._later = Captured(self.batch.gradients)
 
     def update(self, log: bool) -> None:
         """Collect a rollout batch of every seed, fit the policies, and write the logs if ``log``."""
@@ -122,7 +117,7 @@ class Stack:
                 run.model._update_current_progress_remaining(run.model.num_timesteps, run.model._total_timesteps)
         if all(run.stopped for run in self.runs):
             return
-        self._lead = copy(self._lead_run.model)
+        self._lead = self.batch.lead = copy(self._lead_run.model)
         self._lead._logger = _Logs([run for run in self.runs if self._logs and not run.stopped])  # type: ignore
         self._train()
         if log and self._logs:
@@ -147,7 +142,6 @@ class Stack:
     # Collecting.
 
     def _collect(self) -> None:
-        self.networks.set_training_mode(False)
         if self._watched:
             self.env.hand_out([run.watched for run in self.runs])
         for run in self.runs:
@@ -155,26 +149,56 @@ class Stack:
                 with run.random.entered():
                     run.model._boundary = capture(run.model)
                     run.callback.on_rollout_start()
-        rewards: list[Tensor] = []
+        if self._is_captured():
+            assert self._whole is not None
+            with self.batch.noise:
+                self._ready = self._whole()
+            if not self._count(self.env.num_envs):
+                return
+            self._tensors = self._ready.tensors
+        else:
+            self._started = True
+            rewards: list[Tensor] = []
 
-        def on_step(step: Step) -> bool:
-            rewards.append(step.rewards)
-            for i, run in enumerate(self.runs):
-                if not run.stopped:
-                    run.model.num_timesteps += step.interactions // len(self.runs)
-                    if run.watched:
-                        self._call_back(i, step, rewards)
-            if not self.observer.goes_on():
-                for run in self.runs:
-                    run.stopped = True
-            return not all(run.stopped for run in self.runs)
+            def on_step(step: Step) -> bool:
+                rewards.append(step.rewards)
+                return self._count(step.interactions, step, rewards)
 
-        with self._noise:
-            rollout = collectors.collect(self._lead, self.env, self.networks, on_step, fused=True, merge=False)
-        if rollout is None:
-            return
-        self._known = self.networks.known(getattr(rollout.candidates, "observations", None))
-        self._tensors = self._split(rollout)
+            tensors = self.batch.collect(on_step)
+            if tensors is None:
+                return
+            self._tensors = tensors
+        self._receive()
+
+    def _is_captured(self) -> bool:
+        """Whether this update is recorded or replayed, which takes some time to pay; the first one resets."""
+        if not (self._repeats and self._started):
+            return False
+        if self._whole is None:
+            model = self._lead_run.model
+            options = model._compile_options
+            remaining = (model._total_timesteps - model.num_timesteps) * len(self.runs) // self.env.num_envs
+            self._repeats = options is not None or remaining >= WORTH_RECORDING
+            self._whole = Captured(self.batch.whole, options, self.batch.keep)
+            self._later = Captured(self.batch.gradients, options)
+        return self._repeats
+
+    def _count(self, interactions: int, step: Step | None = None, rewards: Sequence[Tensor] = ()) -> bool:
+        """Tell of a vector step of all seeds; ``False`` if all are to stop."""
+        for i, run in enumerate(self.runs):
+            if not run.stopped:
+                run.model.num_timesteps += interactions // len(self.runs)
+                if run.watched and step is not None:
+                    self._call_back(i, step, rewards)
+                elif run.bar:
+                    run.callback.on_step()
+        if not self.observer.goes_on():
+            for run in self.runs:
+                run.stopped = True
+        return not all(run.stopped for run in self.runs)
+
+    def _receive(self) -> None:
+        """Check a rollout batch and tell of it."""
         scores = self._tensors[0]["scores"]
         self._mail.post(torch.isfinite(scores).all(), lambda fine: None if fine[0] else self._refuse(scores))
         returns = self._tensors[0]["returns"]
@@ -206,45 +230,17 @@ class Stack:
         self._mail.post(self._unrecorded, record)
         self._unrecorded = None
 
-    def _call_back(self, i: int, step: Step, rewards: list[Tensor]) -> None:
+    def _call_back(self, i: int, step: Step, rewards: Sequence[Tensor]) -> None:
         run, n_rows = self.runs[i], self.env.num_envs // len(self.runs)
         rows = slice(i * n_rows, (i + 1) * n_rows)
         own = Step(lambda: step.observations[rows], step.rewards[rows], step.dones[rows], None, 0)  # type: ignore[index]
-        with self._noise.paused(), run.random.entered():
+        with self.batch.noise.paused(), run.random.entered():
             run.callback.update_locals(run.model._step_locals(own, [values[rows] for values in rewards]))
             run.stopped = not run.callback.on_step()
 
-    def _split(self, rollout: GroupRollout) -> Tensors:
-        """The tensors of each seed's part, ``(S, ...)``; what the seeds have in common becomes the template."""
-        n, candidates = len(self.runs), rollout.candidates
-        tensors: Tensors = map_tensors(lambda value: value.unflatten(0, (n, -1)), _tensors_of(rollout))
-        if isinstance(candidates, StateCandidates):
-            rollout = replace(rollout, candidates=replace(candidates, n_units=candidates.n_units // n))
-        self._template = rollout
-        if not (self._lead._merges and self._lead.candidate_set == "all_actions"):
-            return tensors
-        merged: list[GroupRollout] = []
-
-        def merge(*tensors: Any) -> Tensors:
-            merged.append(collectors.merge_contexts(self._rebuild(tensors), lambda values: values.mean(0)))
-            return _tensors_of(merged[0])
-
-        tensors = vmap(merge)(*tensors)
-        self._template = merged[0]
-        return tensors
-
-    def _rebuild(self, tensors: Any) -> GroupRollout:
-        """A rollout batch from its tensors."""
-        template = self._template
-        assert template is not None
-        kind: Any = type(template.candidates)
-        # Made anew rather than by `replace`, because a batch of sequences remembers what it computed.
-        constants = {f.name: getattr(template.candidates, f.name) for f in fields(kind) if not f.name.startswith("_")}
-        return replace(template, **tensors[0], candidates=kind(**{**constants, **tensors[1]}))
-
     def rollout(self, i: int) -> GroupRollout:
         """The last rollout batch of one run."""
-        return self._rebuild(map_tensors(itemgetter(i), self._tensors))
+        return self.batch.rollout(self._tensors, i)
 
     def _refuse(self, scores: Tensor) -> None:
         for run, own in zip(self.runs, scores, strict=True):
@@ -255,7 +251,8 @@ class Stack:
 
     def _train(self) -> None:
         lead, live = self._lead, [not run.stopped for run in self.runs]
-        self.networks.set_training_mode(True)
+        if self._ready is None:
+            self.networks.set_training_mode(True)
         follow = self._steps.follow_first
         if follow:
             self._lead_run.model._update_learning_rate(self.runs[0].model.policy.optimizer)
@@ -266,15 +263,23 @@ class Stack:
                 if self._logs:
                     run.model.logger.record("train/n_updates", run.model._n_updates, exclude="tensorboard")
                 live[i] = not lead.may_skip or run.model.wants_update(self.rollout(i))
-        self._frozen = vmap(lambda *tensors: lead.freeze(self._rebuild(tensors)))(*self._tensors)
+        ready, self._ready = self._ready, None
+        self._frozen = self.batch.freeze(self._tensors) if ready is None else ready.frozen
         for i, run in enumerate(self.runs):
             if run.watched:
                 run.model._frozen = map_tensors(itemgetter(i), self._frozen)
         if not any(live):
             return
-        weigh = vmap(lambda own, candidates, frozen: lead.group_weights(self._rebuild((own, candidates)), frozen))
-        weights = weigh(*self._tensors, self._frozen)
-        epochs = [self._epoch(weights, live) for _ in range(lead.n_epochs)]
+        weights = self.batch.weigh(self._tensors, self._frozen) if ready is None else ready.weights
+        epochs = []
+        for epoch in range(lead.n_epochs):
+            if ready is not None and epoch == 0:
+                found = ready.gradients
+            else:
+                differentiate = self.batch.gradients if ready is None else self._later
+                found = differentiate(self._tensors, self._frozen, weights)
+            self._step(found, live)
+            epochs.append(found[:3])
         means = torch.stack([torch.stack(values).mean(0) for values in zip(*epochs, strict=True)], 1)
         self._mail.post(means, lambda numbers: self._record_training(numbers, live))
 
@@ -286,34 +291,15 @@ class Stack:
                 with run.named():
                     run.model._record_training(loss, norm, entropy)
 
-    def _epoch(self, weights: Tensor, live: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-        """One optimizer step of every seed that is ``live``; returns losses, gradient norms and entropies, ``(S,)``."""
-        lead, networks = self._lead, self.networks
-
-        def loss_of(policy: Any, own: Any, candidates: Any, frozen: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
-            return batch_loss(lead, policy, self._rebuild((own, candidates)), frozen, weights)
-
-        tensors = (*self._tensors, self._frozen, weights)
-        if self._known is None:
-            losses, entropies = networks.each(loss_of, *tensors)
-        else:  # the pass that sampled serves the first epoch too
-            losses, entropies = vmap(lambda p, *own: loss_of(Known(p), *own))(self._known, *tensors)
-            self._known = None
-        trained = {name: value for name, value in networks.weights.items() if value.requires_grad}
-        found = torch.autograd.grad(losses.sum(), list(trained.values()), allow_unused=True)
-        # Fused optimizers walk through memory, whatever the strides are, so gradients must lie as their parameters do.
-        gradients = {name: value.contiguous() for name, value in zip(trained, found, strict=True) if value is not None}
-        norms = torch.stack([value.flatten(1).norm(dim=1) for value in gradients.values()]).norm(dim=0)
-        if lead.max_grad_norm is not None:
-            scale = (lead.max_grad_norm / (norms + 1e-6)).clamp(max=1)  # as torch.nn.utils.clip_grads_with_norm_
-            for value in gradients.values():
-                value.mul_(scale.view(-1, *[1] * (value.ndim - 1)))
+    def _step(self, found: Gradients, live: list[bool]) -> None:
+        """One optimizer step of every seed that is ``live``."""
+        norms, gradients = found.norms, found.of
         if Mail.is_here(norms) and not norms.isfinite().all():  # elsewhere that would wait: checked after the epochs
             for run, norm, trains in zip(self.runs, norms.tolist(), live, strict=True):
                 if trains:
                     with run.named():
                         run.model._check_gradient(norm)
-        for name, column in networks.columns.items():
+        for name, column in self.networks.columns.items():
             parts = gradients[name].unbind(0) if name in gradients else [None] * len(column)
             for parameter, part, trains in zip(column, parts, live, strict=True):
                 parameter.grad = part if trains else None
@@ -322,7 +308,6 @@ class Stack:
         self.observer.after_step(self)
         for run, trains in zip(self.runs, live, strict=True):
             run.model._n_updates += trains
-        return losses.detach(), norms, entropies.detach()
 
     # Logging.
 
@@ -330,22 +315,14 @@ class Stack:
     def _dump_logs(self) -> None:
         live = [run for run in self.runs if not run.stopped]
         if any(run.model._log_is_read for run in live):
-            lead, max_return = self._lead, self.env.env.max_return
-            names: list[str] = []
-
-            def metrics(policy: Any, own: Any, candidates: Any, frozen: Any) -> Tensor:
-                rollout = self._rebuild((own, candidates))
-                log_probs = rollout.candidates.evaluate(policy).log_probs
-                values = {**rollout_metrics(rollout, max_return), **lead.diagnostics(log_probs, frozen)}
-                names[:] = values
-                return torch.stack(list(values.values()))
+            names, values = self.batch.metrics(self._tensors, self._frozen, self.env.env.max_return)
 
             def record(table: list[float]) -> None:
                 for i, run in enumerate(self.runs):
                     if not run.stopped:
                         run.model._record_all(names, table[i * len(names) : (i + 1) * len(names)])
 
-            self._mail.post(self.networks.each(metrics, *self._tensors, self._frozen), record)
+            self._mail.post(values, record)
         self._mail.deliver()
         for run in live:
             run.model.dump_logs(run.model._iteration)
@@ -381,7 +358,7 @@ def train_stacked(
             bar = progress_bar and i == 0
             with random.entered():
                 total, callback = model._setup_learn(total_timesteps, callbacks[i], True, names[i], bar)
-                runs.append(Run(seed, model, random, callback, bar or callbacks[i] is not None))
+                runs.append(Run(seed, model, random, callback, callbacks[i] is not None, bar))
                 callback.on_training_start({"self": model, "total_timesteps": total}, {})
         observer.on_training_start([run.model for run in runs])
         active = runs

@@ -170,6 +170,11 @@ class TPO(GroupAlgorithm):
         """See ``skip_neutral``."""
         return self.skip_neutral
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether ``eta`` is a number: see :attr:`GroupAlgorithm.is_constant`."""
+        return not callable(self.eta)
+
     def wants_update(self, rollout: GroupRollout) -> bool:
         """Whether any group has a signal, where ``skip_neutral`` asks."""
         return not (self.skip_neutral and bool(objectives.zero_variance(rollout.scores, rollout.voters).all()))

@@ -25,12 +25,7 @@ def fit(model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor],
     for _ in range(model.n_epochs):
         for parameter in parameters:
             parameter.grad = None  # as `zero_grad`, which takes longer
-        sampled, model._sampled = model._sampled, None
-        if sampled is not None:  # the pass that sampled serves the first epoch too
-            loss, entropy = batch_loss(model, sampled, rollout, frozen, weights)
-            loss.backward()
-        else:
-            loss, entropy = model._processes.accumulate_gradients(model, rollout, frozen, weights)
+        loss, entropy = _differentiate(model, rollout, frozen, weights)
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if model.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(parameters, model.max_grad_norm, norm)
@@ -40,6 +35,22 @@ def fit(model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor],
         epochs.append(torch.stack([loss.detach(), norm, entropy.detach()]))
         model._n_updates += 1
     return epochs[0] if len(epochs) == 1 else torch.stack(epochs).mean(0)
+
+
+def _differentiate(
+    model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Give the policy's parameters their gradients, from what is known already where that is so."""
+    if model._captured is not None and (derived := model._captured.derive(rollout)) is not None:
+        for parameter, gradient in zip(model.policy.parameters(), derived.gradients, strict=True):
+            parameter.grad = gradient
+        return derived.loss, derived.entropy
+    sampled, model._sampled = model._sampled, None
+    if sampled is None:
+        return model._processes.accumulate_gradients(model, rollout, frozen, weights)
+    loss, entropy = batch_loss(model, sampled, rollout, frozen, weights)  # the pass that sampled
+    loss.backward()
+    return loss, entropy
 
 
 def accumulate_gradients(
@@ -121,7 +132,8 @@ def _rows(rollout: GroupRollout, frozen: dict[str, Tensor], units: Tensor | None
 def _backward(
     model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor, units: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    loss, entropy = (model._compiled_loss or batch_loss)(model, model.policy, rollout, frozen, weights, units)
+    compiled = model._compiled_loss if model._captured is None else None
+    loss, entropy = (compiled or batch_loss)(model, model.policy, rollout, frozen, weights, units)
     loss.backward()
     return loss.detach(), entropy.detach()
 

@@ -1,0 +1,129 @@
+"""A single run's update, captured up to its optimizer steps: see :meth:`GroupAlgorithm.compile`."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tpo_gym.agents import collectors
+from tpo_gym.agents.captured import Captured
+from tpo_gym.agents.group_env import Step
+from tpo_gym.agents.resume_state import capture, restore
+from tpo_gym.agents.rollouts import GroupRollout, tensors_of, with_tensors
+from tpo_gym.agents.sampling_pass import SamplingPass
+from tpo_gym.agents.updates import batch_loss
+
+if TYPE_CHECKING:
+    from tpo_gym.agents.group_algorithm import GroupAlgorithm
+
+
+class Derived(NamedTuple):
+    """The loss of a batch and its gradient."""
+
+    loss: Tensor
+    entropy: Tensor
+    gradients: list[Tensor | None]
+    """One per parameter of the policy."""
+
+
+class Prepared(NamedTuple):
+    """What is known of a rollout batch before training."""
+
+    frozen: dict[str, Tensor]
+    weights: Tensor
+
+
+class CapturedPass:
+    """Collects and differentiates the rollout batches of a model whose updates are all alike, without callbacks.
+
+    Args:
+        model: The model, which :func:`~tpo_gym.agents.stackable.repeats`.
+        options: Arguments of ``torch.compile``.
+    """
+
+    def __init__(self, model: GroupAlgorithm, options: dict[str, Any]) -> None:
+        self._model = model
+        self._settings = _settings(model)
+        self._template: GroupRollout | None = None
+        self._whole = Captured(self._compute, options, self._keep)
+        self._later = Captured(self._differentiate, options)
+        self.started = False
+        """Whether the environment has begun: the first update of a training may reset it."""
+        self.prepared: Prepared | None = None
+        """Of the last rollout batch."""
+        self._first: Derived | None = None
+
+    def rest(self) -> None:
+        """Training has ended: whatever happens until the next one, its first update begins anew."""
+        self.started, self.prepared, self._first = False, None, None
+
+    def serves(self, model: GroupAlgorithm) -> bool:
+        """Whether the model is as it was when this was made."""
+        return self._settings == _settings(model)
+
+    def collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
+        """A rollout batch, with what training needs of it in :attr:`prepared`."""
+        (own, candidates), self.prepared, self._first = self._whole()
+        assert self._template is not None
+        rollout = with_tensors(self._template, own, candidates)
+        env = self._model._group_env
+        dones = np.full(env.num_envs, True)
+        if on_step(Step(lambda: env._observe(), rollout.returns, dones, None, env.num_envs)):  # type: ignore
+            return rollout
+        return None
+
+    def derive(self, rollout: GroupRollout) -> Derived | None:
+        """The loss with the policy as it is now: in the first epoch it is known; ``None`` if nothing was prepared."""
+        if self.prepared is None:
+            return None
+        first, self._first = self._first, None
+        return first or self._later(tensors_of(rollout), self.prepared.frozen, self.prepared.weights)
+
+    def _compute(self) -> tuple[Any, Prepared, Derived]:
+        model = self._model
+        sampler = SamplingPass(model.policy)
+        collected = collectors.collect(model, model._group_env, sampler, lambda step: True, fused=False, merge=False)
+        assert collected is not None
+        self._template = collected
+        frozen = model.freeze(collected)
+        weights = model.group_weights(collected, frozen)
+        derived = self._derive(sampler.known, collected, frozen, weights)
+        return tensors_of(collected), Prepared(frozen, weights), derived
+
+    def _differentiate(self, tensors: Any, frozen: dict[str, Tensor], weights: Tensor) -> Derived:
+        assert self._template is not None
+        return self._derive(self._model.policy, with_tensors(self._template, *tensors), frozen, weights)
+
+    def _derive(self, policy: Any, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor) -> Derived:
+        loss, entropy = batch_loss(self._model, policy, rollout, frozen, weights)
+        parameters = list(self._model.policy.parameters())
+        trained = [p for p in parameters if p.requires_grad]
+        found = dict(zip(map(id, trained), torch.autograd.grad(loss, trained, allow_unused=True), strict=True))
+        gradients = [None if found.get(id(p)) is None else found[id(p)].contiguous() for p in parameters]
+        return Derived(loss.detach(), entropy.detach(), gradients)
+
+    def _keep(self) -> Any:
+        state = capture(self._model)
+        return lambda: restore(self._model, state)
+
+
+def _settings(model: GroupAlgorithm) -> dict[str, Any]:
+    names = inspect.signature(type(model).__init__).parameters
+    parts = (model.policy, model.env, model._group_env)
+    return {
+        **{name: getattr(model, name, None) for name in names},
+        "parts": tuple(map(id, parts)),
+        "trained": tuple((id(p), p.requires_grad) for p in model.policy.parameters()),
+    }
+
+
+def captured_pass(model: GroupAlgorithm) -> CapturedPass | None:
+    """What captures this model's updates in the training that begins; ``None`` where nothing is to be compiled."""
+    if model._compile_options is None or not model._keeps_pass:
+        return None
+    kept = model._captured
+    return kept if kept is not None and kept.serves(model) else CapturedPass(model, model._compile_options)
