@@ -26,6 +26,8 @@ class Derived(NamedTuple):
 
     loss: Tensor
     entropy: Tensor
+    norm: Tensor
+    """Of the gradients."""
     gradients: list[Tensor | None]
     """One per parameter of the policy."""
 
@@ -48,6 +50,7 @@ class CapturedPass:
     def __init__(self, model: GroupAlgorithm, options: dict[str, Any]) -> None:
         self._model = model
         self._settings = _settings(model)
+        self._parameters = list(model.policy.parameters())
         self._template: GroupRollout | None = None
         self._whole = Captured(self._compute, options, self._keep)
         self._later = Captured(self._differentiate, options)
@@ -76,12 +79,15 @@ class CapturedPass:
             return rollout
         return None
 
-    def derive(self, rollout: GroupRollout) -> Derived | None:
-        """The loss with the policy as it is now: in the first epoch it is known; ``None`` if nothing was prepared."""
-        if self.prepared is None:
-            return None
-        first, self._first = self._first, None
-        return first or self._later(tensors_of(rollout), self.prepared.frozen, self.prepared.weights)
+    def backward(self, rollout: GroupRollout) -> Derived:
+        """Give the parameters their gradients, with the policy as it is now: known already in the first epoch."""
+        assert self.prepared is not None
+        derived, self._first = self._first, None
+        if derived is None:
+            derived = self._later(tensors_of(rollout), self.prepared.frozen, self.prepared.weights)
+        for parameter, gradient in zip(self._parameters, derived.gradients, strict=True):
+            parameter.grad = gradient
+        return derived
 
     def _compute(self) -> tuple[Any, Prepared, Derived]:
         model = self._model
@@ -100,11 +106,12 @@ class CapturedPass:
 
     def _derive(self, policy: Any, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor) -> Derived:
         loss, entropy = batch_loss(self._model, policy, rollout, frozen, weights)
-        parameters = list(self._model.policy.parameters())
+        parameters = self._parameters
         trained = [p for p in parameters if p.requires_grad]
         found = dict(zip(map(id, trained), torch.autograd.grad(loss, trained, allow_unused=True), strict=True))
         gradients = [None if found.get(id(p)) is None else found[id(p)].contiguous() for p in parameters]
-        return Derived(loss.detach(), entropy.detach(), gradients)
+        norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+        return Derived(loss.detach(), entropy.detach(), norm, gradients)
 
     def _keep(self) -> Any:
         state = capture(self._model)

@@ -28,7 +28,7 @@ from tpo_gym.agents.checkpoint_file import (
     write_checkpoint,
 )
 from tpo_gym.agents.distributed import OneProcess
-from tpo_gym.agents.resume_state import State, capture, describe_env, make_env, preserved_random, restore
+from tpo_gym.agents.resume_state import State, capture, completed, describe_env, make_env, preserved_random, restore
 from tpo_gym.agents.serialization import Reader, Writer
 
 Self = TypeVar("Self", bound="CheckpointMixin")
@@ -103,7 +103,7 @@ class CheckpointMixin(BaseAlgorithm):
             "environment": self._env_source,
             "attributes": {name: writer.encode(value, name) for name, value in attributes.items()},
             "variables": {name: writer.encode(recursive_getattr(self, name).data, name) for name in variables},
-            "resume": writer.encode(self._pending or self._boundary or capture(self), "resume"),
+            "resume": writer.encode(completed(self._pending or self._boundary or capture(self)), "resume"),
         }
         write_checkpoint(path, document, {**self.get_parameters(), "tensors": writer.tensors})
 

@@ -282,7 +282,10 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         """Collect one rollout batch into :attr:`rollout`; ``False`` if a callback ended the training."""
         if not self._keeps_pass:
             self.policy.set_training_mode(False)
-        self._boundary = capture(self)  # what a file saved before the end of this rollout batch goes on from
+        torch_alone = self._captured is not None and self._keeps_pass
+        self._boundary = capture(
+            self, torch_alone
+        )  # what a file saved before the end of this rollout batch goes on from
         callback.on_rollout_start()
         rewards: list[Tensor] = []
         watched = listens(callback)

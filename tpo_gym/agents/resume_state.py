@@ -55,18 +55,30 @@ def preserved_random() -> Iterator[None]:
         set_global_random(state)
 
 
-def capture(model: CheckpointMixin) -> State:
-    """Everything that changes while a rollout batch is collected: random generators, environment, counters."""
+def capture(model: CheckpointMixin, torch_alone: bool = False) -> State:
+    """Everything that changes while a rollout batch is collected: random generators, environment, counters.
+
+    Args:
+        model: The model.
+        torch_alone: Whether no other numbers than torch's are drawn meanwhile; :func:`completed` adds the others, whose
+            states take as long as all the rest.
+    """
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "started": model._last_obs is not None,
         "num_timesteps": model.num_timesteps,
         "iteration": model._iteration,
         "ep_info_buffer": copy(model.ep_info_buffer),
         "ep_success_buffer": copy(model.ep_success_buffer),
-        "random": global_random(),
+        "random": {"torch": torch.get_rng_state(), "cuda": cuda} if torch_alone else global_random(),
         "generators": {name: g.bit_generator.state for name, g in _generators(model).items()},
         "environment": None if model.env is None else _capture_env(model.env, getattr(model, "_group_env", None)),
     }
+
+
+def completed(state: State) -> State:
+    """What :func:`capture` returned, with the states of all generators."""
+    return {**state, "random": {**global_random(), **state["random"]}}
 
 
 def restore(model: CheckpointMixin, state: State) -> None:

@@ -20,37 +20,37 @@ def fit(model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor],
     Returns:
         The means over the epochs of the loss, the gradient's norm and the policy's entropy, ``(3,)``.
     """
-    optimizer, parameters = model.policy.optimizer, list(model.policy.parameters())
-    epochs = []
+    optimizer, epochs = model.policy.optimizer, []
     for _ in range(model.n_epochs):
-        for parameter in parameters:
-            parameter.grad = None  # as `zero_grad`, which takes longer
-        loss, entropy = _differentiate(model, rollout, frozen, weights)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if model._captured is not None and model._captured.prepared is not None:
+            loss, entropy, norm, _ = model._captured.backward(rollout)
+        else:
+            loss, entropy, norm = _backward_whole(model, rollout, frozen, weights)
         if model.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, model.max_grad_norm, norm)
+            torch.nn.utils.clip_grads_with_norm_(model.policy.parameters(), model.max_grad_norm, norm)
         if Mail.is_here(norm):  # elsewhere that would wait for the device: checked after the epochs
             model._check_gradient(float(norm))
         optimizer.step()
-        epochs.append(torch.stack([loss.detach(), norm, entropy.detach()]))
+        epochs.append(torch.stack([loss, norm, entropy]))
         model._n_updates += 1
     return epochs[0] if len(epochs) == 1 else torch.stack(epochs).mean(0)
 
 
-def _differentiate(
+def _backward_whole(
     model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor], weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Give the policy's parameters their gradients, from what is known already where that is so."""
-    if model._captured is not None and (derived := model._captured.derive(rollout)) is not None:
-        for parameter, gradient in zip(model.policy.parameters(), derived.gradients, strict=True):
-            parameter.grad = gradient
-        return derived.loss, derived.entropy
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Give the parameters their gradients; returns the loss, the entropy and the gradients' norm, detached."""
+    parameters = list(model.policy.parameters())
+    for parameter in parameters:
+        parameter.grad = None  # as `zero_grad`, which takes longer
     sampled, model._sampled = model._sampled, None
-    if sampled is None:
-        return model._processes.accumulate_gradients(model, rollout, frozen, weights)
-    loss, entropy = batch_loss(model, sampled, rollout, frozen, weights)  # the pass that sampled
-    loss.backward()
-    return loss, entropy
+    if sampled is not None:  # the pass that sampled serves the first epoch too
+        loss, entropy = batch_loss(model, sampled, rollout, frozen, weights)
+        loss.backward()
+    else:
+        loss, entropy = model._processes.accumulate_gradients(model, rollout, frozen, weights)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return loss.detach(), entropy.detach(), norm
 
 
 def accumulate_gradients(
