@@ -30,7 +30,7 @@ import numpy as np
 import tpo_gym  # noqa: F401  (registers the environments)
 
 UPDATES = {"terminal_h10": 8, "terminal_h8": 2, "tokens_v16": 15, "dg_h10": 40, "ppo_h10": 20}
-UPDATES |= {"mnist_1": 1000, "mnist_20": 2000}
+UPDATES |= {"mnist_1": 3000, "mnist_20": 4000}
 LONG = {"terminal_h10": 2000, "terminal_h8": 1000}
 TARGETS = {
     "terminal_h10": 4,
@@ -41,8 +41,8 @@ TARGETS = {
     "mnist_1": 1,
     "mnist_20": 1.4,
 }
-SHORTEST = ("mnist_1",)
-"""Cases that are also timed as a bare loop of torch operations."""
+BESIDE = {"mnist_1": ("eager", "shortest"), "mnist_20": ("eager",)}
+"""What is also timed: see `benchmark_report.BESIDE`."""
 LONG_TARGETS = {"terminal_h10": 8, "terminal_h8": 12}
 TABULAR = {"bandit": "tabular_single", "contextual_bandit": "tabular_multi"}
 NAMES = {
@@ -51,8 +51,8 @@ NAMES = {
     "tokens_v16": "token level, H=10, V=16, B=100, K=8, TPO",
     "dg_h10": "DG, H=10, V=2, B=100",
     "ppo_h10": "PPO (critic-free), H=10, V=2, B=100",
-    "mnist_1": "MNIST, TPO, 1 seed",
-    "mnist_20": "MNIST, TPO, 20 seeds (stacked, a worker per processor), per seed",
+    "mnist_1": "MNIST, TPO, 1 seed, compiled",
+    "mnist_20": "MNIST, TPO, 20 seeds (stacked, a worker per processor), compiled, per seed",
     "bandit": "`bandit`, 100 seeds, 4 methods, whole process",
     "contextual_bandit": "`contextual_bandit`, 100 seeds, whole process",
 }
@@ -126,8 +126,8 @@ def compare(case: str, rounds: int, artifact: tuple[str, Path] | None, data: Pat
         python, path = artifact
         theirs = Process([python, script, "artifact", case, str(n), str(path), str(data)])
     waiting: dict[str, Process | None] = {"ours": ours, "artifact": theirs}
-    if case in SHORTEST:
-        waiting["shortest"] = Process([sys.executable, script, "shortest", case, str(n)])
+    for side in BESIDE.get(case, ()):
+        waiting[side] = Process([sys.executable, script, side, case, str(n)])
     times: dict[str, list[float]] = {"ours": [], "artifact": []}
     for _ in range(rounds):
         for side, process in waiting.items():

@@ -419,10 +419,10 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         Where compilation fails training goes on without it, with a warning.
 
         Args:
-            options: Arguments of ``torch.compile``; ``mode="reduce-overhead"`` unless ``mode`` or ``backend`` is given,
+            options: Arguments of ``torch.compile``; ``mode="reduce-overhead"`` unless ``mode``, ``options`` or ``backend`` is given,
                 which replays CUDA graphs on a GPU.
         """
-        if not options.keys() & {"mode", "backend"}:
+        if not options.keys() & {"mode", "backend", "options"}:
             options = {"mode": "reduce-overhead", **options}
         if isinstance(self.policy, TransformerPolicy):
             self.policy.fixed_shapes = True
