@@ -413,14 +413,16 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         return self
 
     def compile(self, **options: Any) -> None:
-        """Compile the loss of a batch (``torch.compile``), for the rest of this object's life.
+        """Compile the updates (``torch.compile``), for the rest of this object's life.
 
-        Pays where a GPU waits for launches. Shapes must not change from batch to batch, as with this package's tasks.
-        Where compilation fails training goes on without it, with a warning.
+        On one-step tasks of this package all that an update computes before its optimizer steps is recorded and
+        compiled as one function, unless a callback listens or something of somebody else's takes part; elsewhere the
+        loss of a batch is compiled, whose shapes must not change from batch to batch. Takes some seconds and pays in
+        long trainings, and where a GPU waits for launches. Where it fails training goes on without, with a warning.
 
         Args:
-            options: Arguments of ``torch.compile``; ``mode="reduce-overhead"`` unless ``mode``, ``options`` or ``backend`` is given,
-                which replays CUDA graphs on a GPU.
+            options: Arguments of ``torch.compile``. Without ``mode``, ``options`` and ``backend``:
+                ``mode="reduce-overhead"``, which replays CUDA graphs on a GPU.
         """
         if not options.keys() & {"mode", "backend", "options"}:
             options = {"mode": "reduce-overhead", **options}
