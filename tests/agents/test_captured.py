@@ -10,7 +10,7 @@ from stable_baselines3.common.logger import KVWriter, Logger
 from torch.nn import functional as F
 
 from tpo_gym import train_seeds
-from tpo_gym.agents import DG, GRPO, REINFORCE, TPO, ActorPolicy, CrossEntropy, GroupPG, captured, stacked
+from tpo_gym.agents import DG, GRPO, REINFORCE, TPO, ActorPolicy, CrossEntropy, GroupPG, captured, categorical, stacked
 from tpo_gym.agents.callbacks import ResumeCallback, listens
 from tpo_gym.agents.captured import Captured
 from tpo_gym.agents.resume_state import capture, completed, restore
@@ -204,6 +204,35 @@ def test_images_and_an_entropy_bonus():
     assert torch.equal(weights(plain), weights(replayed))
 
 
+@pytest.mark.parametrize(
+    ("cls", "kwargs"),
+    [
+        (TPO, {"candidates": "episodes", "group_size": 4}),
+        (TPO, {"candidates": "actions", "group_size": 4, "reward": "bag_of_tokens"}),
+        pytest.param(GRPO, {"candidates": "episodes", "group_size": 4}, marks=pytest.mark.slow),
+        pytest.param(DG, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_of_a_transformer(cls, kwargs, device, monkeypatch):
+    monkeypatch.setattr(categorical, "DRAWN_BY_TORCH", ())  # as on a GPU
+    kwargs = {"reward": "terminal", **kwargs}
+
+    def make(options):
+        task = dict(num_envs=8, sequence_length=3, reward=kwargs["reward"], device=device)
+        env = gym.make_vec("tpo_gym/TokenReversal-v0", **task)
+        arguments = {name: value for name, value in kwargs.items() if name != "reward"}
+        model = cls("TransformerPolicy", env, seed=0, device=device, n_epochs=2, **arguments)
+        model.policy.fixed_shapes = True
+        if options is not None:
+            model.compile(**options)
+        return model
+
+    plain, replayed = trained_alike(make, lambda model: model.learn(8 * 3 * 5))
+    assert is_replayed(replayed)
+    assert plain.num_timesteps == replayed.num_timesteps == 8 * 3 * 5
+    assert torch.equal(weights(plain), weights(replayed))
+
+
 def test_recorded_once_until_something_is_set():
     kept = []
 
@@ -322,6 +351,9 @@ def train(cls=TPO, observer=None, env="tpo_gym/ContextualBandit-v0", device="cpu
     if env == "tpo_gym/ContextualBandit-v0":
         env_kwargs |= {"num_contexts": 6, "num_actions": 4}
     arguments = {"candidates": "all_actions", "learning_rate": 0.05, "backend": "stacked", "total_timesteps": 42}
+    if "Token" in env:
+        env_kwargs |= {"num_envs": 8, "sequence_length": 3, "reward": "terminal"}
+        arguments |= {"group_size": 4, "total_timesteps": 8 * 3 * 4}
     arguments |= {"env_kwargs": env_kwargs, "device": device, **kwargs}
     return train_seeds(cls, env, range(3), observer=observer, **arguments)
 
@@ -335,6 +367,7 @@ def train(cls=TPO, observer=None, env="tpo_gym/ContextualBandit-v0", device="cpu
         (TPO, {"env": "tpo_gym/Bandit-v0", "policy": "TabularPolicy"}),  # one group of all contexts
         (GRPO, {"max_grad_norm": 0.1}),
         (CrossEntropy, {"policy_kwargs": {"optimizer_class": torch.optim.SGD}}),
+        (TPO, {"env": "tpo_gym/TokenReversal-v0", "policy": "TransformerPolicy", "candidates": "episodes"}),
     ],
 )
 def test_replayed_seeds_have_the_same_weights(cls, kwargs, n_epochs, device, monkeypatch):

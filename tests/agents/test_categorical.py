@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tpo_gym.agents.categorical import SHORT, log_softmax, sample, softmax
+from tpo_gym.agents import categorical
+from tpo_gym.agents.categorical import SHORT, log_softmax, race, sample, sample_several, softmax
 
 SHAPES = [(7,), (5, 1), (5, 3), (6, 4), (6, 10), (2, 3, 15), (5, 16), (4, 40)]
 PAIRS = [(log_softmax, torch.log_softmax), (softmax, torch.softmax)]
@@ -38,11 +39,34 @@ def test_lies_in_memory_as_torchs_does_and_vectorizes():
     torch.testing.assert_close(torch.func.vmap(log_softmax)(x), torch.log_softmax(x, -1))
 
 
-def test_draws_are_as_frequent_as_probable_and_never_impossible():
+def several_by_ours(probabilities):
+    return categorical._invert(probabilities[::4], 4).flatten()
+
+
+@pytest.mark.parametrize("draw", [sample, lambda rows: race(rows).squeeze(1), several_by_ours])
+def test_draws_are_as_frequent_as_probable_and_never_impossible(draw):
     torch.manual_seed(0)
     probabilities = torch.tensor([[0.0, 0.5, 0.2, 0.3, 0.0], [0.05, 0.0, 0.0, 0.0, 0.95]])
-    drawn = sample(probabilities.repeat_interleave(20_000, 0)).view(2, -1)
+    drawn = draw(probabilities.repeat_interleave(20_000, 0)).view(2, -1)
     frequencies = torch.stack([torch.bincount(row, minlength=5) / 20_000 for row in drawn])
     assert (frequencies[probabilities == 0] == 0).all()
     error = (probabilities * (1 - probabilities) / 20_000).sqrt()  # of a frequency
     assert ((frequencies - probabilities).abs() <= 4 * error).all()
+
+
+def test_extreme_random_numbers_lead_to_possible_entries(monkeypatch):
+    probabilities = torch.tensor([[0.0, 0.7, 0.3, 0.0]])
+    for number, wanted in ((0.0, 1), (1 - 2**-24, 2)):
+        monkeypatch.setattr(torch, "rand", lambda *shape, number=number, **_: torch.full(shape, number))
+        assert sample(probabilities).tolist() == [wanted]
+
+
+def test_a_race_takes_the_numbers_that_torch_takes(monkeypatch):
+    probabilities = torch.rand(50, 7)
+    torch.manual_seed(0)
+    drawn = race(probabilities)
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.multinomial(probabilities, 1))
+    assert sample_several(probabilities, 3).shape == (50, 3)
+    monkeypatch.setattr(categorical, "DRAWN_BY_TORCH", ())
+    assert sample_several(probabilities, 3).shape == (50, 3)

@@ -26,7 +26,7 @@ from stable_baselines3.common.torch_layers import (
 from stable_baselines3.common.type_aliases import PyTorchObs, Schedule
 from torch import Tensor, nn
 
-from tpo_gym.agents.categorical import log_softmax
+from tpo_gym.agents.categorical import log_softmax, sample_several
 from tpo_gym.agents.masks import apply_masks, check_masks
 
 Masks = Tensor | np.ndarray | None
@@ -288,7 +288,7 @@ class ActorPolicy(BasePolicy):
 def sample_many(distribution: Distribution, n: int) -> Tensor:
     """``n`` independent actions of each of ``N`` rows, ``(N, n, ...)``."""
     if isinstance(distribution, CategoricalDistribution):  # in one draw
-        return torch.multinomial(distribution.distribution.probs, n, replacement=True)
+        return sample_several(distribution.distribution.probs, n)
     return torch.stack([distribution.sample() for _ in range(n)], 1)
 
 

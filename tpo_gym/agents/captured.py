@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -115,7 +115,7 @@ class Captured:
 
         graph = make_fx(traced)(*inputs)
         for node in graph.graph.nodes:
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _draws(node):
                 raise RuntimeError(f"{node.target} draws random numbers that a replay would not draw again.")
         self._unflatten = _unflattener(results[0])
         if self._options is not None:
@@ -132,6 +132,15 @@ class Captured:
         if on_gpu:  # a CUDA graph's next replay writes where this one's results lie
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return self._unflatten(leaves)
+
+
+def _draws(node: Node) -> bool:
+    """Whether an operation that may draw random numbers does: attention does not where nothing is dropped."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    for place, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0))
+    return True
 
 
 def _unflattener(tree: Any) -> Callable[[list[Any]], Any]:

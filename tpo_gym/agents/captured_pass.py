@@ -5,16 +5,17 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tpo_gym.agents import collectors
 from tpo_gym.agents.captured import Captured
+from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.group_env import Step
 from tpo_gym.agents.resume_state import capture, restore
 from tpo_gym.agents.rollouts import GroupRollout, tensors_of, with_tensors
 from tpo_gym.agents.sampling_pass import SamplingPass
+from tpo_gym.agents.stackable import repeats
 from tpo_gym.agents.updates import batch_loss
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class CapturedPass:
         self._settings = _settings(model)
         self._parameters = list(model.policy.parameters())
         self._template: GroupRollout | None = None
+        self._steps: list[Step] = []  # of a rollout batch
         self._whole = Captured(self._compute, options, self._keep)
         self._later = Captured(self._differentiate, options)
         self.started = False
@@ -70,14 +72,12 @@ class CapturedPass:
 
     def collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
         """A rollout batch, with what training needs of it in :attr:`prepared`."""
-        (own, candidates), self.prepared, self._first = self._whole()
+        rewards, (own, candidates), self.prepared, self._first = self._whole()
+        for step, step_rewards in zip(self._steps, rewards, strict=True):
+            if not on_step(step._replace(rewards=step_rewards)):
+                return None
         assert self._template is not None
-        rollout = with_tensors(self._template, own, candidates)
-        env = self._model._group_env
-        dones = np.full(env.num_envs, True)
-        if on_step(Step(lambda: env._observe(), rollout.returns, dones, None, env.num_envs)):  # type: ignore
-            return rollout
-        return None
+        return with_tensors(self._template, own, candidates)
 
     def backward(self, rollout: GroupRollout) -> Derived:
         """Give the parameters their gradients, with the policy as it is now: known already in the first epoch."""
@@ -89,16 +89,25 @@ class CapturedPass:
             parameter.grad = gradient
         return derived
 
-    def _compute(self) -> tuple[Any, Prepared, Derived]:
-        model = self._model
-        sampler = SamplingPass(model.policy)
-        collected = collectors.collect(model, model._group_env, sampler, lambda step: True, fused=False, merge=False)
+    def _compute(self) -> tuple[list[Tensor], Any, Prepared, Derived]:
+        model, policy = self._model, self._model.policy
+        self._steps.clear()
+        rewards: list[Tensor] = []
+
+        def on_step(step: Step) -> bool:
+            self._steps.append(step)
+            rewards.append(step.rewards)
+            return True
+
+        sampler = SamplingPass(policy) if model._keeps_pass else None
+        env, fused = model._group_env, sampler is None  # all other tasks that can be recorded complete sequences
+        collected = collectors.collect(model, env, sampler or policy, on_step, fused, model._merges)
         assert collected is not None
         self._template = collected
         frozen = model.freeze(collected)
         weights = model.group_weights(collected, frozen)
-        derived = self._derive(sampler.known, collected, frozen, weights)
-        return tensors_of(collected), Prepared(frozen, weights), derived
+        derived = self._derive(policy if sampler is None else sampler.known, collected, frozen, weights)
+        return rewards, tensors_of(collected), Prepared(frozen, weights), derived
 
     def _differentiate(self, tensors: Any, frozen: dict[str, Tensor], weights: Tensor) -> Derived:
         assert self._template is not None
@@ -128,9 +137,14 @@ def _settings(model: GroupAlgorithm) -> dict[str, Any]:
     }
 
 
-def captured_pass(model: GroupAlgorithm) -> CapturedPass | None:
-    """What captures this model's updates in the training that begins; ``None`` where nothing is to be compiled."""
-    if model._compile_options is None or not model._keeps_pass:
+def captured_pass(model: GroupAlgorithm, watched: bool) -> CapturedPass | None:
+    """What captures this model's updates in the training that begins; ``None`` where that is not wanted or not sure.
+
+    Args:
+        model: Who learns.
+        watched: Whether a callback listens.
+    """
+    if model._compile_options is None or watched or type(model._processes) is not OneProcess or not repeats(model):
         return None
     kept = model._captured
     return kept if kept is not None and kept.serves(model) else CapturedPass(model, model._compile_options)

@@ -12,6 +12,8 @@ from tpo_gym.draws import drawn
 SHORT = range(4, 16)
 """Lengths of rows, e.g. ten actions, for which a detour pays: torch's softmax wants 16 numbers at once, else it takes
 one at a time; fewer than 4 cost little."""
+DRAWN_BY_TORCH = ("cpu",)
+"""Devices where several draws from a row are torch's, which inverts as we do. Elsewhere ours can be recorded."""
 
 
 def log_softmax(x: Tensor) -> Tensor:
@@ -36,9 +38,31 @@ def sample(probabilities: Tensor) -> Tensor:
 
     It takes one random number per row, where ``torch.multinomial`` takes one per entry for a single draw.
     """
+    return _invert(probabilities, 1).squeeze(1)
+
+
+def race(probabilities: Tensor) -> Tensor:
+    """One draw from each row of ``(N, n)``: ``(N, 1)``, with the random numbers that ``torch.multinomial`` takes.
+
+    Every entry draws an exponential number; the smallest one over its probability wins.
+    """
+    shape, dtype, device = probabilities.shape, probabilities.dtype, probabilities.device
+    numbers = drawn(lambda: torch.empty(shape, dtype=dtype, device=device).exponential_())
+    return (probabilities / numbers).argmax(-1, keepdim=True)
+
+
+def sample_several(probabilities: Tensor, n: int) -> Tensor:
+    """``n`` draws with replacement from each row of ``(N, m)``: ``(N, n)``."""
+    if probabilities.device.type in DRAWN_BY_TORCH:
+        return torch.multinomial(probabilities, n, replacement=True)
+    return _invert(probabilities, n)
+
+
+def _invert(probabilities: Tensor, n: int) -> Tensor:
+    """``n`` draws from each row by inverting the distribution, ``(N, n)``."""
     cumulative = probabilities.cumsum(-1)
     n_rows, dtype, device = len(cumulative), cumulative.dtype, cumulative.device
-    uniform = drawn(lambda: torch.rand(n_rows, 1, dtype=dtype, device=device))
+    uniform = drawn(lambda: torch.rand(n_rows, n, dtype=dtype, device=device))
     # Slightly below the sum, so that rounding never leads to an entry behind the last possible one.
     total = cumulative[:, -1:] * (1 - torch.finfo(dtype).eps)
-    return torch.searchsorted(cumulative, uniform * total, right=True).squeeze(1)
+    return torch.searchsorted(cumulative, uniform * total, right=True)

@@ -316,14 +316,14 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
 
     def _collect(self, on_step: collectors.OnStep) -> GroupRollout | None:
         env, policy = self._group_env, self.policy
-        if self._captured is not None and self._captured.started:
-            return self._captured.collect(on_step)
+        if self._captured is not None:
+            if self._captured.started:
+                return self._captured.collect(on_step)
+            self._captured.started = True
         if self._keeps_pass:
             sampler = SamplingPass(policy)
             rollout = collectors.collect(self, env, sampler, on_step, fused=False, merge=False)
             self._sampled = sampler.known
-            if self._captured is not None:
-                self._captured.started = True
             return rollout
         sequences = isinstance(env, BatchedGroupEnv) and hasattr(env.env, "score_sequences")
         fused = sequences and isinstance(policy, TransformerPolicy)
@@ -388,8 +388,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         )
         self._processes.begin(self, total_timesteps)
         callback.on_training_start({"self": self, "total_timesteps": total_timesteps}, {})
-        self._keeps_pass = is_kept(self, listens(callback))
-        self._captured = captured_pass(self)
+        watched = listens(callback)
+        self._keeps_pass, self._captured = is_kept(self, watched), captured_pass(self, watched)
         try:
             while self.num_timesteps < total_timesteps:
                 if not self.collect_rollouts(callback):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tpo_gym.agents.actor import ActorPolicy, count_from_zero
-from tpo_gym.agents.categorical import log_softmax
+from tpo_gym.agents.categorical import log_softmax, race
 from tpo_gym.agents.optimizers import MuonAdamW
 from tpo_gym.agents.prefix_tree import SharedPrefixes, TreeDecoder
 from tpo_gym.agents.transformer import (
@@ -213,7 +213,7 @@ class TransformerPolicy(ActorPolicy):
             if deterministic:
                 token = choices.argmax(1, keepdim=True)
             elif races is None:
-                token = torch.multinomial(choices.exp(), 1)
+                token = race(choices.exp())
             else:
                 token = (choices.exp() / races[step]).argmax(1, keepdim=True)
             log_probs.append(choices.gather(1, token))

@@ -249,7 +249,7 @@ class SeedRandom:
 
 
 class SeedNoise(TorchFunctionMode):
-    """While entered, ``torch.multinomial`` and ``torch.rand`` draw each seed's rows with that seed's generator.
+    """While entered, ``multinomial``, ``rand`` and ``exponential_`` draw each seed's rows with that seed's generator.
 
     Args:
         generators: One per seed.
@@ -258,6 +258,11 @@ class SeedNoise(TorchFunctionMode):
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__()
         self.generators = generators
+        self._draws: dict[Any, Callable[..., Tensor]] = {
+            torch.multinomial: self._multinomial,
+            torch.rand: self._rand,
+            Tensor.exponential_: self._exponential,
+        }
         self._active = True
 
     @contextmanager
@@ -270,25 +275,27 @@ class SeedNoise(TorchFunctionMode):
             self._active = True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if self._active and func is torch.multinomial and "generator" not in (kwargs or {}):
-            return self._draw(*args, **(kwargs or {}))
-        if self._active and func is torch.rand and "generator" not in (kwargs or {}):
-            return self._draw_uniform(*args, **(kwargs or {}))
+        draw = self._draws.get(func) if self._active and "generator" not in (kwargs or {}) else None
+        if draw is not None:
+            return draw(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _draw_uniform(self, n_rows: int, *shape: int, **kwargs: Any) -> Tensor:
+    def _rand(self, n_rows: int, *shape: int, **kwargs: Any) -> Tensor:
         values = torch.empty(n_rows, *shape, **kwargs)
-        for part, generator in zip(values.chunk(len(self.generators)), self.generators, strict=True):
+        for part, generator in self._of_each(values):
             part.uniform_(generator=generator)
         return values
 
-    def _draw(self, probabilities: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
-        parts = probabilities.chunk(len(self.generators))
-        if num_samples > 1:
-            draws = zip(parts, self.generators, strict=True)
-            return torch.cat([torch.multinomial(p, num_samples, replacement, generator=g) for p, g in draws])
-        # As torch draws a single sample, but without a wait for the device: argmax of p / e, with e exponential.
-        noise = torch.empty_like(probabilities)
-        for part, generator in zip(noise.chunk(len(self.generators)), self.generators, strict=True):
+    def _exponential(self, values: Tensor) -> Tensor:
+        for part, generator in self._of_each(values):
             part.exponential_(generator=generator)
-        return (probabilities / noise).argmax(-1, keepdim=True)
+        return values
+
+    def _multinomial(self, probabilities: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
+        if num_samples == 1:  # as torch does, but without a wait for the device
+            return (probabilities / self._exponential(torch.empty_like(probabilities))).argmax(-1, keepdim=True)
+        draws = self._of_each(probabilities)
+        return torch.cat([torch.multinomial(p, num_samples, replacement, generator=g) for p, g in draws])
+
+    def _of_each(self, values: Tensor) -> Iterator[tuple[Tensor, torch.Generator]]:
+        return zip(values.chunk(len(self.generators)), self.generators, strict=True)

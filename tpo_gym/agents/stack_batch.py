@@ -13,6 +13,7 @@ from torch.func import vmap
 
 from tpo_gym.agents import collectors
 from tpo_gym.agents.group_algorithm import GroupAlgorithm
+from tpo_gym.agents.group_env import Step
 from tpo_gym.agents.metrics import rollout_metrics
 from tpo_gym.agents.rollouts import GroupRollout, StateCandidates, tensors_of, with_tensors
 from tpo_gym.agents.sampling_pass import Known
@@ -60,6 +61,8 @@ class StackBatch:
         self, networks: Networks, env: JoinedEnv, generators: Sequence[torch.Generator], lead: GroupAlgorithm
     ) -> None:
         self.lead = lead
+        self.n_steps = 0
+        """Vector steps of the last :meth:`whole` rollout batch."""
         self.noise = SeedNoise(generators)
         self._networks, self._env = networks, env
         self._n_seeds = len(generators)
@@ -78,7 +81,13 @@ class StackBatch:
 
     def whole(self) -> Batch:
         """Collect a rollout batch and differentiate its loss."""
-        tensors = self.collect(lambda step: True)
+        self.n_steps = 0
+
+        def on_step(step: Step) -> bool:
+            self.n_steps += 1
+            return True
+
+        tensors = self.collect(on_step)
         assert tensors is not None
         self._networks.set_training_mode(True)
         frozen = self.freeze(tensors)

@@ -49,20 +49,27 @@ def has_one_mode(policy: nn.Module) -> bool:
     return packages <= {"torch", "stable_baselines3", "tpo_gym"}
 
 
-def repeats(model: GroupAlgorithm) -> bool:
+def repeats(model: GroupAlgorithm, stacked: bool = False) -> bool:
     """Whether every update surely consists of the same tensor operations, so that they can be recorded and replayed.
 
-    That is known of this package's one-step tasks, policies and algorithms where nobody listens inside.
+    That is known of this package's one-step tasks, policies and algorithms where nobody listens inside, and of its
+    token tasks with a transformer where no shape depends on data.
+
+    Args:
+        model: The model.
+        stacked: Whether its seeds are stacked, whose shapes never do.
     """
-    parts = (model, model.policy, native_env(model.env))
+    policy = model.policy
+    parts = (model, policy, native_env(model.env))
+    fixed = isinstance(policy, TransformerPolicy) and (stacked or policy.fixed_shapes or policy.device.type != "cpu")
     return (
-        model.candidate_set in EXHAUSTIVE_SETS
+        (model.candidate_set in EXHAUSTIVE_SETS or fixed)
         and model.is_constant
         and not model.may_skip
-        and has_one_mode(model.policy)
+        and has_one_mode(policy)
         and all(type(part).__module__.partition(".")[0] == "tpo_gym" for part in parts)
         and refusal(model) is None
-        and not any(_has_hooks(module) for module in model.policy.modules())
+        and not any(_has_hooks(module) for module in policy.modules())
     )
 
 

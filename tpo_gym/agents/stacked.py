@@ -101,7 +101,7 @@ class Stack:
         # A callback may change the policy between sampling and training, and a module what it computes.
         self.networks.keeps_graph = has_one_mode(models[0].policy) and not self._watched and not models[0]._merges
         self._logs = False
-        self._repeats = not self._watched and repeats(models[0])
+        self._repeats = not self._watched and repeats(models[0], stacked=True)
         self._started = False
         self._whole: Captured | None = None
         self._later = Captured(self.batch.gradients)
@@ -153,7 +153,7 @@ class Stack:
             assert self._whole is not None
             with self.batch.noise:
                 self._ready = self._whole()
-            if not self._count(self.env.num_envs):
+            if not all(self._count(self.env.num_envs) for _ in range(self.batch.n_steps)):
                 return
             self._tensors = self._ready.tensors
         else:
