@@ -7,7 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-BESIDE = {"eager": "the same, not compiled", "shortest": "the same as a bare loop of torch operations"}
+BESIDE = {"compiled": "the same with `compile()`", "shortest": "the same as a bare loop of torch operations"}
 
 
 def write(results: dict[str, Any], out: Path) -> None:
@@ -52,8 +52,12 @@ ratios of the turns, with the smallest and the largest. Not measured on a GPU: n
 """
 
 
-def _ratios(entry: dict[str, Any]) -> list[float]:
-    return [b / a for a, b in zip(entry["seconds"]["ours"], entry["seconds"]["artifact"], strict=True)]
+def _ratios(entry: dict[str, Any], side: str = "ours") -> list[float]:
+    return [b / a for a, b in zip(entry["seconds"][side], entry["seconds"]["artifact"], strict=True)]
+
+
+def _in_turns(ratios: list[float]) -> str:
+    return f"**{statistics.median(ratios):.1f}** ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
 def _cases(results: dict[str, Any]) -> str:
@@ -62,22 +66,20 @@ def _cases(results: dict[str, Any]) -> str:
     rows = []
     for case, entry in results.get("cases", {}).items():
         ours, theirs = (entry["seconds"][side] for side in ("ours", "artifact"))
-        ratios = _ratios(entry) if theirs else []
         floor = entry["flops"] / results["matmul_rate"] if "flops" in entry else None
         rows.append(
             [
                 NAMES[case],
                 _ms(statistics.median(theirs)) if theirs else "",
                 _ms(statistics.median(ours)),
-                f"**{statistics.median(ratios):.1f}** ({min(ratios):.1f} to {max(ratios):.1f})" if ratios else "",
+                _in_turns(_ratios(entry)) if theirs else "",
                 str(TARGETS.get(case, 3)),
                 f"{entry['flops'] / 1e9:,.2f} GFLOP, {_ms(floor)}" if floor else "",
             ]
         )
         for side in sorted(entry["seconds"].keys() & BESIDE):
-            other = statistics.median(entry["seconds"][side])
-            ratio = f"{statistics.median(theirs) / other:.1f}" if theirs else ""
-            rows.append([BESIDE[side], "", _ms(other), ratio, "", ""])
+            ratio = _in_turns(_ratios(entry, side)) if theirs else ""
+            rows.append([BESIDE[side], "", _ms(statistics.median(entry["seconds"][side])), ratio, "", ""])
     head = ["work", "artifact", "ours", "artifact / ours", "wanted", "needed at least"]
     note = """
 Through `learn()`, per update, at the start of training, float32. "Needed at least": the matrix products of an update
