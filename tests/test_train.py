@@ -52,6 +52,15 @@ def test_any_algorithm_and_environment(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
+def test_compiled(tmp_path):
+    words = ["tpo_gym/ContextualBandit-v0", "--env-args", "num_contexts=5", "--args", "n_contexts=5", "--quiet"]
+    words += ["--seed", "1", "--timesteps", "50", "--device", "cpu", "--save"]
+    assert main([*words, str(tmp_path / "plain")]) == 0
+    assert main([*words, str(tmp_path / "compiled"), "--compile"]) == 0
+    assert same(TPO.load(tmp_path / "plain"), TPO.load(tmp_path / "compiled"), tolerance=1e-4)
+
+
 def test_resumes_exactly_and_refuses_other_arguments(tmp_path, capsys):
     def run(timesteps, *more):
         folder = str(tmp_path / "checkpoints")

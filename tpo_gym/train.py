@@ -50,6 +50,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         add(f"--{name}", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=f"arguments of {what}")
     add("--seed", type=int, help="seed of all random generators (default: none)")
     add("--device", default="auto", help="cpu, cuda, ... (default: auto, a GPU where there is one)")
+    add(
+        "--compile",
+        action="store_true",
+        help="compile the updates (torch.compile): some time at the start, then faster",
+    )
     add("--save", type=Path, metavar="FILE", help="write the trained model there")
     add(
         "--checkpoints", type=Path, metavar="FOLDER", help="save there again and again; a folder for this training only"
@@ -196,6 +201,8 @@ def train(options: argparse.Namespace) -> GroupAlgorithm:
     if together:
         device = join(device)
     model, resumed = make_model(options, device, 0 if options.quiet or not first else 1)
+    if options.compile:
+        model.compile()
     if together:
         distribute(model)
     callback = None

@@ -10,7 +10,7 @@ from stable_baselines3.common.logger import KVWriter, Logger
 from torch.nn import functional as F
 
 from tpo_gym import train_seeds
-from tpo_gym.agents import DG, GRPO, REINFORCE, TPO, ActorPolicy, CrossEntropy, GroupPG, captured, categorical, stacked
+from tpo_gym.agents import DG, GRPO, REINFORCE, TPO, ActorPolicy, CrossEntropy, GroupPG, captured, stacked
 from tpo_gym.agents.callbacks import ResumeCallback, listens
 from tpo_gym.agents.captured import Captured
 from tpo_gym.agents.resume_state import capture, completed, restore
@@ -213,8 +213,7 @@ def test_images_and_an_entropy_bonus():
         pytest.param(DG, {}, marks=pytest.mark.slow),
     ],
 )
-def test_sequences_of_a_transformer(cls, kwargs, device, monkeypatch):
-    monkeypatch.setattr(categorical, "DRAWN_BY_TORCH", ())  # as on a GPU
+def test_sequences_of_a_transformer(cls, kwargs, device):
     kwargs = {"reward": "terminal", **kwargs}
 
     def make(options):

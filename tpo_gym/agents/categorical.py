@@ -12,8 +12,6 @@ from tpo_gym.draws import drawn
 SHORT = range(4, 16)
 """Lengths of rows, e.g. ten actions, for which a detour pays: torch's softmax wants 16 numbers at once, else it takes
 one at a time; fewer than 4 cost little."""
-DRAWN_BY_TORCH = ("cpu",)
-"""Devices where several draws from a row are torch's, which inverts as we do. Elsewhere ours can be recorded."""
 
 
 def log_softmax(x: Tensor) -> Tensor:
@@ -38,7 +36,7 @@ def sample(probabilities: Tensor) -> Tensor:
 
     It takes one random number per row, where ``torch.multinomial`` takes one per entry for a single draw.
     """
-    return _invert(probabilities, 1).squeeze(1)
+    return _invert(probabilities, 1, probabilities.dtype).squeeze(1)
 
 
 def race(probabilities: Tensor) -> Tensor:
@@ -52,16 +50,17 @@ def race(probabilities: Tensor) -> Tensor:
 
 
 def sample_several(probabilities: Tensor, n: int) -> Tensor:
-    """``n`` draws with replacement from each row of ``(N, m)``: ``(N, n)``."""
-    if probabilities.device.type in DRAWN_BY_TORCH:
-        return torch.multinomial(probabilities, n, replacement=True)
-    return _invert(probabilities, n)
+    """``n`` draws with replacement from each row of ``(N, m)``: ``(N, n)``.
+
+    On a CPU these are the draws of ``torch.multinomial``, but for rounding.
+    """
+    return _invert(probabilities, n, torch.float64)
 
 
-def _invert(probabilities: Tensor, n: int) -> Tensor:
-    """``n`` draws from each row by inverting the distribution, ``(N, n)``."""
-    cumulative = probabilities.cumsum(-1)
-    n_rows, dtype, device = len(cumulative), cumulative.dtype, cumulative.device
+def _invert(probabilities: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """``n`` draws from each row by inverting the distribution, ``(N, n)``; ``dtype``: of the random numbers."""
+    cumulative = probabilities.cumsum(-1).to(dtype)
+    n_rows, device = len(cumulative), cumulative.device
     uniform = drawn(lambda: torch.rand(n_rows, n, dtype=dtype, device=device))
     # Slightly below the sum, so that rounding never leads to an entry behind the last possible one.
     total = cumulative[:, -1:] * (1 - torch.finfo(dtype).eps)

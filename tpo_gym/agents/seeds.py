@@ -71,7 +71,8 @@ def train_seeds(
         observer: Watches all seeds at once, where callbacks of each would take longer than training does. Needs
             ``backend="stacked"``.
         compile: Compile the updates, with these arguments where a dictionary is given: see
-            :meth:`GroupAlgorithm.compile`. Takes some seconds and pays in long trainings.
+            :meth:`GroupAlgorithm.compile`. Takes some seconds and pays in long trainings. Of stacked seeds nothing is
+            compiled where there are callbacks.
         **kwargs: Arguments of the algorithm, without ``seed``.
 
     Returns:
