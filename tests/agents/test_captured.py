@@ -89,7 +89,7 @@ class Keeping(KVWriter):
 
 
 def is_replayed(model):
-    return model._captured is not None and model._captured._whole._compiled is not None
+    return model._recorded is not None and model._recorded._whole._compiled is not None
 
 
 # A function.
@@ -239,10 +239,26 @@ def test_recorded_once_until_something_is_set():
         for eta in (1.0, 1.0, 0.1):
             model.eta = eta
             model.learn(24)
-            kept.append(model._captured)
+            kept.append(model._recorded)
 
     plain, replayed = trained_alike(lambda options: make(options=options), learn)
     assert kept[3] is kept[4] is not kept[5]
+    assert torch.equal(weights(plain), weights(replayed))
+
+
+def test_outside_of_learn_nothing_is_known_beforehand():
+    def learn(model):
+        model.learn(24)
+        callback = ConvertCallback(None)
+        callback.init_callback(model)
+        for _ in range(3):
+            model.collect_rollouts(callback)
+            with torch.no_grad():
+                model.policy.action_net.bias.add_(0.1)
+            model.train()
+
+    plain, replayed = trained_alike(lambda options: make(options=options), learn)
+    assert is_replayed(replayed)
     assert torch.equal(weights(plain), weights(replayed))
 
 
@@ -280,11 +296,11 @@ def test_not_where_updates_may_differ():
     for model in models:
         assert not repeats(model)
         model.learn(18)
-        assert model._captured is None
+        assert model._recorded is None
     assert repeats(make())
     watched = make(options=CALLED)
     watched.learn(18, Silent())
-    assert watched._captured is None
+    assert watched._recorded is None
 
 
 def test_where_recording_fails_training_goes_on_alike():

@@ -62,8 +62,8 @@ class CapturedPass:
         """Of the last rollout batch."""
         self._first: Derived | None = None
 
-    def rest(self) -> None:
-        """Training has ended: whatever happens until the next one, its first update begins anew."""
+    def begin(self) -> None:
+        """Training begins: whatever happened since the last one, its first update begins anew."""
         self.started, self.prepared, self._first = False, None, None
 
     def serves(self, model: GroupAlgorithm) -> bool:
@@ -146,5 +146,8 @@ def captured_pass(model: GroupAlgorithm, watched: bool) -> CapturedPass | None:
     """
     if model._compile_options is None or watched or type(model._processes) is not OneProcess or not repeats(model):
         return None
-    kept = model._captured
-    return kept if kept is not None and kept.serves(model) else CapturedPass(model, model._compile_options)
+    kept = model._recorded
+    if kept is None or not kept.serves(model):
+        kept = model._recorded = CapturedPass(model, model._compile_options)
+    kept.begin()
+    return kept

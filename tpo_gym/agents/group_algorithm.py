@@ -62,6 +62,7 @@ MADE_ANEW = (
     "_compiled_loss",
     "_compile_options",
     "_captured",
+    "_recorded",
     "_sampled",
     "_keeps_pass",
 )
@@ -186,7 +187,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self._mail = Mail()
         self._compiled_loss: CompiledLoss | None = None
         self._compile_options: dict[str, Any] | None = None
-        self._captured: CapturedPass | None = None
+        self._captured: CapturedPass | None = None  # while learning
+        self._recorded: CapturedPass | None = None
         self._sampled: Known | None = None
         self._seed_rng = np.random.default_rng(seed)
         if _init_setup_model:
@@ -282,10 +284,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         """Collect one rollout batch into :attr:`rollout`; ``False`` if a callback ended the training."""
         if not self._keeps_pass:
             self.policy.set_training_mode(False)
-        torch_alone = self._captured is not None and self._keeps_pass
-        self._boundary = capture(
-            self, torch_alone
-        )  # what a file saved before the end of this rollout batch goes on from
+        # What a file saved within this rollout batch goes on from.
+        self._boundary = capture(self, torch_alone=self._captured is not None)
         callback.on_rollout_start()
         rewards: list[Tensor] = []
         watched = listens(callback)
@@ -407,8 +407,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
             raise
         finally:
             self._keeps_pass, self._sampled = False, None
-            if self._captured is not None:
-                self._captured.rest()
+            self._captured = None
         callback.on_training_end()
         return self
 
