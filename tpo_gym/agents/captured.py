@@ -7,7 +7,6 @@ into few kernels, and on a GPU into CUDA graphs.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from tpo_gym.agents.compiled import warn_of_failure
 from tpo_gym.draws import Draw, taken_by
 
 
@@ -170,13 +170,3 @@ def _without_guards(options: dict[str, Any]) -> dict[str, Any]:
     mode = _inductor.list_mode_options(options["mode"]) if options.get("mode") not in (None, "default") else {}
     settings = {**mode, **(options.get("options") or {}), "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     return {**rest, "options": settings}
-
-
-def warn_of_failure(error: Exception) -> None:
-    """Tell that training goes on without compilation."""
-    reason = (str(error).splitlines() or [""])[0][:200]
-    warnings.warn(
-        f"torch.compile failed ({type(error).__name__}: {reason}); training goes on without it, with the same result.",
-        UserWarning,
-        stacklevel=4,
-    )

@@ -31,14 +31,19 @@ class CompiledLoss:
                 torch.compiler.cudagraph_mark_step_begin()
                 loss, entropy = self._compiled(*args)
             except Exception as error:
-                warnings.warn(
-                    f"torch.compile failed ({type(error).__name__}: {str(error).splitlines()[0][:200]}); training goes "
-                    "on without it, with the same result.",
-                    UserWarning,
-                    stacklevel=2,
-                )
+                warn_of_failure(error)
                 self._compiled = None
             else:
                 # The next replay writes where this one's results lie.
                 return loss.clone(), entropy.clone()
         return self._plain(*args)
+
+
+def warn_of_failure(error: Exception) -> None:
+    """Tell that training goes on without compilation."""
+    reason = (str(error).splitlines() or [""])[0][:200]
+    warnings.warn(
+        f"torch.compile failed ({type(error).__name__}: {reason}); training goes on without it, with the same result.",
+        UserWarning,
+        stacklevel=3,
+    )
