@@ -7,7 +7,7 @@ into few kernels, and on a GPU into CUDA graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from tpo_gym.agents.compiled import warn_of_failure
 from tpo_gym.draws import Draw, taken_by
@@ -64,7 +64,7 @@ class Captured:
         self._draws: list[tuple[Tensor, Draw]] = []
         self._graph: GraphModule | None = None
         self._compiled: Callable[..., Any] | None = None
-        self._unflatten: Callable[[list[Any]], Any] = list
+        self._structure: TreeSpec | None = None  # of the results
         self._failed = False
 
     def __call__(self, *args: Any) -> Any:
@@ -96,7 +96,7 @@ class Captured:
                 warn_of_failure(error)
                 self._compiled = None
         assert self._graph is not None
-        return self._unflatten(self._graph(*tree_leaves(args)))
+        return self._tree_of(self._graph(*tree_leaves(args)))
 
     def _take(self, draw: Draw) -> Tensor:
         with _disable_current_modes():  # so the numbers become an input of what is recorded
@@ -111,13 +111,13 @@ class Captured:
         def traced(*inputs: Tensor) -> list[Any]:
             with _WithoutLooking():
                 results[:] = [self._function(*tree_unflatten(inputs, structure))]
-            return tree_leaves(results[0])
+            leaves, self._structure = tree_flatten(results[0])
+            return leaves
 
         graph = make_fx(traced)(*inputs)
         for node in graph.graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _draws(node):
                 raise RuntimeError(f"{node.target} draws random numbers that a replay would not draw again.")
-        self._unflatten = _unflattener(results[0])
         if self._options is not None:
             self._compiled = torch.compile(graph, **_without_guards(self._options))
         self._graph = graph
@@ -131,7 +131,11 @@ class Captured:
         leaves = self._compiled(*tree_leaves(args))
         if on_gpu:  # a CUDA graph's next replay writes where this one's results lie
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return self._unflatten(leaves)
+        return self._tree_of(leaves)
+
+    def _tree_of(self, leaves: list[Any]) -> Any:
+        assert self._structure is not None
+        return tree_unflatten(leaves, self._structure)
 
 
 def _draws(node: Node) -> bool:
@@ -141,23 +145,6 @@ def _draws(node: Node) -> bool:
         if argument.name == "dropout_p":
             return bool(node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0))
     return True
-
-
-def _unflattener(tree: Any) -> Callable[[list[Any]], Any]:
-    """As ``tree_unflatten`` for trees like this one, which takes twenty times as long."""
-
-    def builder(tree: Any) -> Callable[[Iterator[Any]], Any]:
-        if isinstance(tree, dict):
-            items = [(key, builder(tree[key])) for key in tree]
-            return lambda leaves: {key: build(leaves) for key, build in items}
-        if isinstance(tree, (list, tuple)):
-            parts = [builder(part) for part in tree]
-            make = tree._make if hasattr(tree, "_make") else type(tree)
-            return lambda leaves: make([build(leaves) for build in parts])
-        return next
-
-    build = builder(tree)
-    return lambda leaves: build(iter(leaves))
 
 
 def _without_guards(options: dict[str, Any]) -> dict[str, Any]:
