@@ -7,6 +7,7 @@ into few kernels, and on a GPU into CUDA graphs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,7 @@ class Captured:
             leaves, self._structure = tree_flatten(results[0])
             return leaves
 
-        graph = make_fx(traced)(*inputs)
+        graph = make_fx(traced, {} if self._options is None else _FASTER_COMPILED)(*inputs)
         for node in graph.graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _draws(node):
                 raise RuntimeError(f"{node.target} draws random numbers that a replay would not draw again.")
@@ -136,6 +137,30 @@ class Captured:
     def _tree_of(self, leaves: list[Any]) -> Any:
         assert self._structure is not None
         return tree_unflatten(leaves, self._structure)
+
+
+_SLOPE = 2 * math.sqrt(2 / math.pi)
+
+
+def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    if approximate != "tanh":
+        return NotImplemented
+    return x * torch.sigmoid(_SLOPE * x * (1 + 0.044715 * x * x))
+
+
+def _gelu_backward(gradient: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    if approximate != "tanh":
+        return NotImplemented
+    square = x * x
+    share = torch.sigmoid(_SLOPE * x * (1 + 0.044715 * square))
+    return gradient * share * (1 + _SLOPE * x * (1 - share) * (1 + 3 * 0.044715 * square))
+
+
+_FASTER_COMPILED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.gelu.default: _gelu,
+    torch.ops.aten.gelu_backward.default: _gelu_backward,
+}
+"""The same functions by operations that become faster kernels: a sigmoid takes a CPU half as long as ``tanh``."""
 
 
 def _draws(node: Node) -> bool:
