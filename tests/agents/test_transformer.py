@@ -1,5 +1,6 @@
 """The transformer: causality, the cache, shared prompts, and the reference's initialisation."""
 
+import itertools
 import math
 
 import gymnasium as gym
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from tpo_gym import make_vec_env
-from tpo_gym.agents import MuonAdamW, TransformerExtractor, TransformerPolicy, prefix_tree
+from tpo_gym.agents import MuonAdamW, TransformerExtractor, TransformerPolicy, prefix_tree, transformer
+from tpo_gym.agents.first_tokens import FirstTokens, first_tokens
 from tpo_gym.agents.transformer import CausalTransformer, read_hidden, select_rows
 
 
@@ -233,3 +235,44 @@ def test_completions_in_parts_are_those_in_one_piece(limit, deterministic):
     parts = model.generate(prompts, 6, deterministic, limit)
     assert torch.equal(parts[0], whole[0])
     assert torch.allclose(parts[1], whole[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "shape", "read_from", "n_layers", "depth"),
+    [(2, (100, 19), 9, 2, 6), (2, (64, 7), 6, 1, 6), (3, (50, 9), 5, 3, 3), (2, (40, 5), 2, 2, 2)],
+)
+def test_first_tokens_are_computed_once_for_all_rows(monkeypatch, vocab_size, shape, read_from, n_layers, depth):
+    torch.manual_seed(0)
+    model = CausalTransformer(vocab_size, 20, d_model=16, n_layers=n_layers).double()
+    tokens = torch.randint(vocab_size, shape)
+    seen = []
+
+    def compute(look):
+        monkeypatch.setattr(transformer, "first_tokens", lambda *args: seen.append(look(*args)) or seen[-1])
+        hidden, cache = model(tokens, None, read_from)
+        weights = torch.arange(hidden.numel()).view_as(hidden).sin()
+        return hidden, cache, torch.autograd.grad((hidden * weights).sum(), list(model.parameters()))
+
+    got, expected = compute(first_tokens), compute(lambda *args: None)
+    assert seen[0].depth == depth
+    for a, b in zip([got[0], *got[1], *got[2]], [expected[0], *expected[1], *expected[2]], strict=True):
+        assert torch.allclose(a, b, atol=1e-11)
+
+
+def test_nodes_are_the_sequences_of_a_few_tokens():
+    first = FirstTokens(3, 3, 10, torch.device("cpu"))
+    sequences = [s for n in (1, 2, 3) for s in itertools.product(range(3), repeat=n)]
+    assert first.size == len(sequences) == 39
+    assert first.symbols.tolist() == [s[-1] * 10 + len(s) - 1 for s in sequences]
+    assert first.mask[0, 0].tolist() == [[s[: len(t)] == t for t in sequences] for s in sequences]
+    rows = [(0, 2, 1), (2, 2, 2)]
+    assert first.nodes(torch.tensor(rows)).tolist() == [[sequences.index(r[:n]) for n in (1, 2, 3)] for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit", "vocab_size"),
+    [((100, 19), 9, 16), ((1, 19), 9, 2), ((100, 19), 0, 2), ((100, 19), 1, 2), ((1000, 19), 9, 600)],
+)
+def test_first_tokens_that_save_little_are_left_alone(shape, limit, vocab_size):
+    assert first_tokens(shape, limit, vocab_size, 20, torch.device("cpu")) is None
+    assert first_tokens((100, 19), 9, 2, 20, torch.device("meta")) is None  # as on any device but a CPU

@@ -115,7 +115,8 @@ class Captured:
             leaves, self._structure = tree_flatten(results[0])
             return leaves
 
-        graph = make_fx(traced, {} if self._options is None else _FASTER_COMPILED)(*inputs)
+        by_inductor = self._options is not None and self._options.get("backend", "inductor") == "inductor"
+        graph = make_fx(traced, _FASTER_COMPILED if by_inductor else {})(*inputs)
         for node in graph.graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and _draws(node):
                 raise RuntimeError(f"{node.target} draws random numbers that a replay would not draw again.")

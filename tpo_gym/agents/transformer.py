@@ -11,6 +11,8 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tpo_gym.agents.first_tokens import FirstTokens, first_tokens
+
 # Keys and values of all positions so far, one tensor ``(rows, length, 2 * d_model)`` per layer.
 Cache = list[Tensor]
 
@@ -123,11 +125,12 @@ class CausalTransformer(nn.Module):
             ``(N, T - read_from, d_model)`` after the final LayerNorm, and the cache that includes all these tokens.
         """
         start, length = (filled or past[0].shape[1]) if past else 0, tokens.shape[1]
-        if length > 1 and self.token_table.shape[1] <= len(tokens):
+        n_positions, vocab_size = self.position_table.shape[1], self.token_table.shape[1]
+        if not past and (first := first_tokens(tokens.shape, read_from, vocab_size, n_positions, tokens.device)):
+            return self._forward_shared(tokens, first, read_from)
+        if length > 1 and vocab_size <= len(tokens):
             # The first block's projections are computed once per symbol (token at a position), not per row.
-            positions = torch.arange(start, start + length, device=tokens.device)
-            table, symbols = self.symbol_table(), tokens * self.position_table.shape[1] + positions
-            x, qkv = F.embedding(symbols, table), F.embedding(symbols, self.blocks[0].project(table))
+            x, qkv = self._start(self._symbols(tokens, start))
         else:
             x = self.embed(tokens, start)
             qkv = self.blocks[0].project(x)
@@ -147,6 +150,42 @@ class CausalTransformer(nn.Module):
                 x, q = x[:, read_from:], q[:, read_from:]
             x = block.finish(x, block.attend(q, kv))
         return self.final_norm(x), cache
+
+    def _forward_shared(self, tokens: Tensor, first: FirstTokens, read_from: int) -> tuple[Tensor, Cache]:
+        """:meth:`forward` where the first tokens, which are not read, are computed once for all rows that have them.
+
+        Rows are flat here: first the nodes, then the remaining positions of each row of ``tokens``.
+        """
+        n_rows, depth = len(tokens), first.depth
+        nodes = first.nodes(tokens[:, :depth])
+        rest = self._symbols(tokens[:, depth:], depth)
+        parts = [first.size, rest.numel()]
+        x, qkv = self._start(torch.cat([first.symbols, rest.flatten()]))
+        cache: Cache = []
+        for i, block in enumerate(self.blocks):
+            if i:
+                qkv = block.project(x)
+            q, kv = self.split(qkv)
+            (q_first, q_rest), (kv_first, kv_rest) = q.split(parts), kv.split(parts)
+            q_rest, kv_rest = q_rest.unflatten(0, (n_rows, -1)), kv_rest.unflatten(0, (n_rows, -1))
+            cache.append(torch.cat([F.embedding(nodes, kv_first), kv_rest], 1))
+            if i + 1 < len(self.blocks):
+                y_first = block.attend(q_first.unsqueeze(0), kv_first.unsqueeze(0), first.mask).squeeze(0)
+                x = block.finish(x, torch.cat([y_first, block.attend(q_rest, cache[-1]).flatten(0, 1)]))
+            else:
+                x = x.split(parts)[1].unflatten(0, (n_rows, -1))[:, read_from - depth :]
+                x = block.finish(x, block.attend(q_rest[:, read_from - depth :], cache[-1]))
+        return self.final_norm(x), cache
+
+    def _symbols(self, tokens: Tensor, start: int) -> Tensor:
+        """Rows of :meth:`symbol_table`, of ``tokens`` ``(..., T)`` at the positions from ``start`` on."""
+        positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
+        return tokens * self.position_table.shape[1] + positions
+
+    def _start(self, symbols: Tensor) -> tuple[Tensor, Tensor]:
+        """Embeddings of symbols and their projections in the first block, both computed once per symbol."""
+        table = self.symbol_table()
+        return F.embedding(symbols, table), F.embedding(symbols, self.blocks[0].project(table))
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries ``(..., d_model)``, and keys and values ``(..., 2 * d_model)``."""
