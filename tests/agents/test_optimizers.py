@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tpo_gym.agents.optimizers import MuonAdamW
+from tpo_gym.agents.optimizers import MuonAdamW, take_step
 from tpo_gym.agents.transformer import CausalTransformer
 
 
@@ -191,3 +192,56 @@ def test_the_rest_equals_torchs_nadam(weight_decay):
         reference.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-7)  # torch's keeps the product of momenta in float32
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings"),
+    [
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, dict(weight_decay=0.1, betas=(0.5, 0.9))),
+        (torch.optim.Adam, dict(weight_decay=0.1, maximize=True, eps=1e-3)),
+        (torch.optim.Adam, dict(amsgrad=True)),
+        (torch.optim.SGD, dict(momentum=0.9)),
+    ],
+)
+def test_a_step_taken_directly_is_the_optimizers_own_to_the_bit(cls, settings):
+    torch.manual_seed(0)
+    shapes = [(30, 7), (7,), (7, 2), (2,)]
+    torchs = [torch.randn(shape).requires_grad_() for shape in shapes]
+    ours = [p.detach().clone().requires_grad_() for p in torchs]
+    first, second = cls(torchs, lr=0.1, fused=True, **settings), cls(ours, lr=0.1, fused=True, **settings)
+    for update in range(9):
+        for p, q in zip(torchs, ours, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        if update in (4, 5):
+            torchs[1].grad = ours[1].grad = None  # a parameter that rests counts fewer steps
+        first.step()
+        second.step() if update == 7 else take_step(second)
+        if update == 2:
+            second.load_state_dict(copy.deepcopy(second.state_dict()))
+    assert all(map(torch.equal, torchs, ours))
+    for p, q in zip(torchs, ours, strict=True):
+        assert first.state[p].keys() == second.state[q].keys()
+        assert all(torch.equal(first.state[p][key], second.state[q][key]) for key in first.state[p])
+
+
+def test_whoever_watches_an_optimizer_sees_its_steps(recwarn):
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    optimizer = torch.optim.Adam([p], fused=True)
+    seen = []
+    for _ in range(2):
+        take_step(optimizer)
+    hook = optimizer.register_step_post_hook(lambda *_: seen.append("own"))
+    take_step(optimizer)
+    hook.remove()
+    everyones = register_optimizer_step_pre_hook(lambda *_: seen.append("everyone's"))
+    take_step(optimizer)
+    everyones.remove()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    take_step(optimizer)
+    schedule.step()  # warns if no step was taken before
+    assert seen == ["own", "everyone's"]
+    assert not recwarn.list
+    assert optimizer.state[p]["step"] == 5

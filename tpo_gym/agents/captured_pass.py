@@ -12,6 +12,7 @@ from tpo_gym.agents import collectors
 from tpo_gym.agents.captured import Captured
 from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.group_env import Step
+from tpo_gym.agents.optimizers import total_norm
 from tpo_gym.agents.resume_state import capture, restore
 from tpo_gym.agents.rollouts import GroupRollout, tensors_of, with_tensors
 from tpo_gym.agents.sampling_pass import SamplingPass
@@ -119,7 +120,7 @@ class CapturedPass:
         trained = [p for p in parameters if p.requires_grad]
         found = dict(zip(map(id, trained), torch.autograd.grad(loss, trained, allow_unused=True), strict=True))
         gradients = [None if found.get(id(p)) is None else found[id(p)].contiguous() for p in parameters]
-        norm = torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+        norm = total_norm([gradient for gradient in gradients if gradient is not None])
         return Derived(loss.detach(), entropy.detach(), norm, gradients)
 
     def _keep(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from abc import abstractmethod
 from typing import Any, ClassVar, TypeVar
@@ -285,7 +286,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         if not self._keeps_pass:
             self.policy.set_training_mode(False)
         # What a file saved within this rollout batch goes on from.
-        self._boundary = capture(self, torch_alone=self._captured is not None)
+        self._boundary = capture(self, torch_alone=self._keeps_pass or self._captured is not None)
         callback.on_rollout_start()
         rewards: list[Tensor] = []
         watched = listens(callback)
@@ -304,8 +305,8 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         rollout = self._processes.collect(self, on_step)
         if rollout is None:
             return False
-        finite = torch.isfinite(rollout.scores).all()
-        self._mail.post(finite, lambda fine: None if fine[0] else check_scores(rollout.scores))
+        total = rollout.scores.sum()  # finite only if all are, and one operation
+        self._mail.post(total, lambda sums: None if math.isfinite(sums[0]) else check_scores(rollout.scores))
         self.rollout = rollout
         self._last_obs = self._last_obs if self._last_obs is not None else np.empty(0)
         if isinstance(self._group_env, BatchedGroupEnv):
@@ -355,7 +356,7 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         self.logger.record("train/n_updates", self._n_updates, exclude="tensorboard")
 
     def _check_gradient(self, norm: float) -> None:
-        if not np.isfinite(norm):
+        if not math.isfinite(norm):
             raise FloatingPointError(
                 f"The gradient's norm is {norm} after {self._n_updates} updates. Lower learning_rate "
                 f"(now {self.lr_schedule(self._current_progress_remaining)}), or set max_grad_norm."

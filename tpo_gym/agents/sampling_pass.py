@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tpo_gym.agents.distributed import OneProcess
-from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS
+from tpo_gym.agents.env_setup import EXHAUSTIVE_SETS, native_env
 from tpo_gym.agents.stackable import has_one_mode, refusal, repeats
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ class SamplingPass:
 def is_kept(model: GroupAlgorithm, watched: bool) -> bool:
     """Whether nothing can come between the sampling pass and the first epoch that would make it another one.
 
-    A callback may change the policy, a foreign module what it computes in training.
+    A callback may change the policy, a foreign module what it computes in training, a foreign environment anything.
+    What is left draws from torch's generators alone.
 
     Args:
         model: Who learns.
@@ -65,4 +66,5 @@ def is_kept(model: GroupAlgorithm, watched: bool) -> bool:
         and type(model._processes) is OneProcess
         and has_one_mode(model.policy)
         and refusal(model) is None
+        and type(native_env(model.env)).__module__.partition(".")[0] == "tpo_gym"
     )

@@ -200,7 +200,7 @@ class Stack:
     def _receive(self) -> None:
         """Check a rollout batch and tell of it."""
         scores = self._tensors[0]["scores"]
-        self._mail.post(torch.isfinite(scores).all(), lambda fine: None if fine[0] else self._refuse(scores))
+        self._mail.post(scores.sum(), lambda sums: None if math.isfinite(sums[0]) else self._refuse(scores))
         returns = self._tensors[0]["returns"]
         self._unrecorded = returns[:, -self._lead._stats_window_size :]
         if self._logs or returns.shape[1] < self._lead._stats_window_size:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tpo_gym.agents.mail import Mail
+from tpo_gym.agents.optimizers import take_step, total_norm
 from tpo_gym.agents.rollouts import Evaluation, GroupRollout
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def fit(model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor],
             torch.nn.utils.clip_grads_with_norm_(model.policy.parameters(), model.max_grad_norm, norm)
         if Mail.is_here(norm):  # elsewhere that would wait for the device: checked after the epochs
             model._check_gradient(float(norm))
-        optimizer.step()
+        take_step(optimizer)
         epochs.append(torch.stack([loss, norm, entropy]))
         model._n_updates += 1
     return epochs[0] if len(epochs) == 1 else torch.stack(epochs).mean(0)
@@ -49,7 +50,7 @@ def _backward_whole(
         loss.backward()
     else:
         loss, entropy = model._processes.accumulate_gradients(model, rollout, frozen, weights)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = total_norm([p.grad for p in parameters if p.grad is not None])
     return loss.detach(), entropy.detach(), norm
 
 
