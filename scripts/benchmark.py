@@ -173,18 +173,21 @@ def _seconds(command: Sequence[str], environment: dict[str, str]) -> float:
 
 
 def through_learn(case: str, rounds: int) -> dict[str, Any]:
-    """`learn` with its counters, callbacks and logs, over the same updates without them."""
+    """`learn`, also with an entry in TensorBoard for every update, over the same updates without it."""
     n = max(4, UPDATES[case] // 2)
 
-    def model() -> Any:
-        return sides.mnist_model() if case in sides.MNIST_CASES else sides.token_model(case)
+    def model(**kwargs: Any) -> Any:
+        return sides.mnist_model(**kwargs) if case in sides.MNIST_CASES else sides.token_model(case, **kwargs)
 
-    public, alone = sides.learner(model()), sides.bare(model())
-    public(2), alone(2)
-    times: dict[str, list[float]] = {"learn": [], "bare": []}
-    for _ in range(rounds):
-        times["learn"].append(public(n))
-        times["bare"].append(alone(n))
+    with tempfile.TemporaryDirectory() as logs:
+        logged = sides.learner(model(tensorboard_log=logs))
+        ways = {"learn": sides.learner(model()), "bare": sides.bare(model()), "logged": logged}
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for run in ways.values():
+            run(2)
+        for _ in range(rounds):
+            for way, run in ways.items():
+                times[way].append(run(n))
     return {"seconds": times}
 
 
