@@ -122,9 +122,9 @@ def _learn(results: dict[str, Any]) -> str:
         bare = entry["seconds"]["bare"]
         row = [NAMES[case], _ms(statistics.median(bare))]
         for way in ("learn", "logged"):
-            seconds = entry["seconds"][way]
-            more = statistics.median(a / b for a, b in zip(seconds, bare, strict=True)) - 1
-            row.append(f"{_ms(statistics.median(seconds))}, {more * 100:+.0f} %")
+            seconds = entry["seconds"].get(way)
+            more = statistics.median(a / b for a, b in zip(seconds, bare, strict=True)) - 1 if seconds else 0.0
+            row.append(f"{_ms(statistics.median(seconds))}, {more * 100:+.0f} %" if seconds else "")
         rows.append(row)
     return (
         "## What `learn()` adds\n\n"
