@@ -14,6 +14,7 @@ from tpo_gym import train_seeds
 from tpo_gym.agents import DG, GRPO, REINFORCE, TPO, ActorPolicy, CrossEntropy, GroupPG, captured, stacked
 from tpo_gym.agents.callbacks import ResumeCallback, listens
 from tpo_gym.agents.captured import Captured
+from tpo_gym.agents.decompositions import FASTER_COMPILED
 from tpo_gym.agents.resume_state import capture, completed, restore
 from tpo_gym.agents.stack_observer import StackObserver
 from tpo_gym.agents.stackable import repeats
@@ -130,10 +131,59 @@ def test_what_is_compiled_instead_of_gelu_is_the_same_function(approximate):
         return y, torch.autograd.grad((y * x.cos()).sum(), x)[0]
 
     x = torch.linspace(-30, 30, 601, dtype=torch.float64).requires_grad_()
-    graph = make_fx(function, captured._FASTER_COMPILED)(x)
+    graph = make_fx(function, FASTER_COMPILED)(x)
     for got, wanted in zip(graph(x), function(x), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
     assert ("gelu" in graph.code) == (approximate == "none")
+
+
+def test_what_is_compiled_instead_of_rows_added_up_and_taken_is_the_same_function():
+    images = torch.randint(256, (7, 2, 3), dtype=torch.uint8)
+    floats = torch.rand(7, 3)
+
+    def function(table, rows, some):
+        taken = F.embedding(rows, table).sin()
+        (gradient,) = torch.autograd.grad(taken.square().sum(), table)
+        return gradient, images.index_select(0, some), floats.index_select(0, some), images.index_select(1, rows[0])
+
+    table = torch.rand(5, 4, dtype=torch.float64, requires_grad=True)
+    inputs = table, torch.tensor([[0, 1], [1, 1], [0, 1]]), torch.tensor([6, 0, 0])
+    graph = make_fx(function, FASTER_COMPILED)(*inputs)
+    others = table, torch.tensor([[1, 1], [0, 0], [1, 0]]), torch.tensor([3, 5, 3])
+    results = zip(graph(*others), function(*others), strict=True)
+    assert all(torch.equal(got, wanted) for got, wanted in results)
+    assert (graph.code.count("tpo_gym.sum_rows"), graph.code.count("tpo_gym.take_rows")) == (1, 1)
+
+
+def test_where_the_compiler_fails_the_recorded_operations_are_called(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch._inductor, "compile", broken)
+    replay = Captured(lambda x: (x * 2).sin(), {})
+    x = torch.rand(3)
+    replay(x)
+    with pytest.warns(UserWarning, match="torch.compile failed .*no compiler.*goes on without it"):
+        assert torch.equal(replay(-x), (-2 * x).sin())
+    assert torch.equal(replay(x), (2 * x).sin())
+
+
+@pytest.mark.slow
+def test_the_default_compiler_computes_the_same_function():
+    table = torch.rand(5, 4, requires_grad=True)
+    images = torch.randint(256, (7, 12), dtype=torch.uint8)
+
+    def function(rows):
+        y = F.gelu(F.embedding(rows, table), approximate="tanh")
+        (gradient,) = torch.autograd.grad(y.square().sum(), table)
+        return gradient, images.index_select(0, rows).float() / 255
+
+    replay = Captured(function, {})
+    for _ in range(3):
+        rows = torch.randint(5, (9,))
+        for got, wanted in zip(replay(rows), function(rows), strict=True):
+            torch.testing.assert_close(got, wanted)
+    assert replay._compiled is not None
 
 
 def test_random_numbers_are_those_that_would_have_been_drawn():
