@@ -1,4 +1,4 @@
-"""Random numbers that can be drawn again for the next update: see :mod:`tpo_gym.agents.captured`."""
+"""Numbers that are made anew for the next update: see :mod:`tpo_gym.agents.captured`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def drawn(draw: Draw) -> Tensor:
     """What ``draw`` returns. Whoever repeats what is computed here takes it apart from that: see :func:`taken_by`.
 
     Args:
-        draw: Draws a new tensor of random numbers, always of one shape and dtype, and depends on nothing else that
-            changes.
+        draw: Draws a new tensor of random numbers, or of what depends on the number of updates; always of one shape and
+            dtype. It does not read tensors that are computed.
     """
     taker = _taker.get()
     return draw() if taker is None else taker(draw)

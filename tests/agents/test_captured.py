@@ -1,5 +1,6 @@
 """Updates that are recorded and replayed, or compiled, are those that would have been computed."""
 
+import copy
 import warnings
 
 import gymnasium as gym
@@ -11,9 +12,21 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from tpo_gym import train_seeds
-from tpo_gym.agents import DG, GRPO, REINFORCE, TPO, ActorPolicy, CrossEntropy, GroupPG, captured, stacked
+from tpo_gym.agents import (
+    DG,
+    GRPO,
+    REINFORCE,
+    TPO,
+    ActorPolicy,
+    CrossEntropy,
+    GroupPG,
+    MuonAdamW,
+    captured,
+    stacked,
+)
 from tpo_gym.agents.callbacks import ResumeCallback, listens
 from tpo_gym.agents.captured import Captured
+from tpo_gym.agents.captured_step import CapturedStep
 from tpo_gym.agents.decompositions import FASTER_COMPILED
 from tpo_gym.agents.resume_state import capture, completed, restore
 from tpo_gym.agents.stack_observer import StackObserver
@@ -292,8 +305,68 @@ def test_sequences_of_a_transformer(cls, kwargs, device):
 
     plain, replayed = trained_alike(make, lambda model: model.learn(8 * 3 * 5))
     assert is_replayed(replayed)
+    assert replayed._recorded.step._captured._compiled is not None
     assert plain.num_timesteps == replayed.num_timesteps == 8 * 3 * 5
     assert torch.equal(weights(plain), weights(replayed))
+
+
+def optimized(seed, **kwargs):
+    torch.manual_seed(seed)
+    params = [torch.randn(shape, requires_grad=True) for shape in [(5, 3), (4, 6), (7,), (2, 3, 4), (3, 3)]]
+    return params, MuonAdamW(params, lr=0.05, **kwargs)
+
+
+@pytest.mark.parametrize("options", [CALLED, pytest.param({}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kwargs", [{}, {"weight_decay": 0.1}])
+def test_recorded_steps_of_an_optimizer(kwargs, options):
+    """Also with another learning rate each time, other states, other settings, and a gradient that is missing."""
+    (wanted, plain), (got, optimizer) = optimized(0, **kwargs), optimized(0, **kwargs)
+    step = CapturedStep(optimizer, options, lambda: pytest.fail)
+    recordings = []
+    for i in range(12):
+        if i == 4:  # another training
+            step.begin()
+        if i == 6:
+            for each in (plain, optimizer):
+                each.load_state_dict(copy.deepcopy(each.state_dict()))
+            step.begin()
+        if i == 8:
+            for each in (plain, optimizer):
+                each.param_groups[0]["momentum"] = 0.5
+            step.begin()
+        for p, q, j in zip(wanted, got, range(5), strict=True):
+            p.grad = None if j == 4 else torch.randn_like(p)
+            q.grad = None if p.grad is None else p.grad.clone()
+        for each in (plain, optimizer):
+            for group in each.param_groups:
+                group["lr"] = 0.05 / (1 + i)
+        plain.step()
+        step()
+        recordings.append(step._captured)
+        for p, q in zip(wanted, got, strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=0 if options is CALLED else 1e-5)
+    first, second, third = recordings[0], recordings[6], recordings[8]
+    assert recordings == [first] * 6 + [second] * 2 + [third] * 4
+    assert all(recording._compiled is not None for recording in {first, third})
+
+
+def test_an_optimizer_that_somebody_watches_steps_itself():
+    _, optimizer = optimized(0)
+    step = CapturedStep(optimizer, CALLED, lambda: pytest.fail)
+    seen = []
+    for watched in (False, True, False):
+        step.begin()
+        if watched:
+            hook = optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+            step.begin()
+        for _ in range(3):
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = torch.ones_like(p)
+            step()
+        assert (step._captured is None) == watched
+        if watched:
+            hook.remove()
+    assert seen == ["step"] * 3
 
 
 def test_recorded_once_until_something_is_set():

@@ -1,4 +1,4 @@
-"""A single run's update, captured up to its optimizer steps: see :meth:`GroupAlgorithm.compile`."""
+"""A single run's update, captured: see :meth:`GroupAlgorithm.compile`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpo_gym.agents import collectors
 from tpo_gym.agents.captured import Captured
+from tpo_gym.agents.captured_step import CapturedStep
 from tpo_gym.agents.distributed import OneProcess
 from tpo_gym.agents.group_env import Step
 from tpo_gym.agents.optimizers import total_norm
@@ -57,6 +58,7 @@ class CapturedPass:
         self._steps: list[Step] = []  # of a rollout batch
         self._whole = Captured(self._compute, options, self._keep)
         self._later = Captured(self._differentiate, options)
+        self.step = CapturedStep(model.policy.optimizer, options, self._keep)
         self.started = False
         """Whether the environment has begun: the first update of a training may reset it."""
         self.prepared: Prepared | None = None
@@ -66,6 +68,7 @@ class CapturedPass:
     def begin(self) -> None:
         """Training begins: whatever happened since the last one, its first update begins anew."""
         self.started, self.prepared, self._first = False, None, None
+        self.step.begin()
 
     def serves(self, model: GroupAlgorithm) -> bool:
         """Whether the model is as it was when this was made."""
@@ -130,7 +133,7 @@ class CapturedPass:
 
 def _settings(model: GroupAlgorithm) -> dict[str, Any]:
     names = inspect.signature(type(model).__init__).parameters
-    parts = (model.policy, model.env, model._group_env)
+    parts = (model.policy, model.policy.optimizer, model.env, model._group_env)
     return {
         **{name: getattr(model, name, None) for name in names},
         "parts": tuple(map(id, parts)),

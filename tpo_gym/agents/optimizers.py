@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from tpo_gym.draws import drawn
+
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """``torch.nn.utils.get_total_norm`` of tensors on one device, which takes half as long to launch."""
@@ -60,9 +62,23 @@ def _is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and all(g["fused"] and not g["amsgrad"] and isinstance(g["lr"], float) for g in optimizer.param_groups)
         and not hasattr(optimizer, "grad_scale")  # set by those who train in half precision
-        and "step" not in vars(optimizer)  # patched by torch's schedules of the learning rate
-        and not any(hooks for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks))
-        and not any(hooks for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+        and not _is_watched(optimizer)
+    )
+
+
+def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everyones = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    # Torch's schedules of the learning rate patch the step.
+    return "step" in vars(optimizer) or any(hooks for hooks in (*own, *everyones))
+
+
+def can_be_recorded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :class:`~tpo_gym.agents.captured.Captured` repeats this optimizer's steps: those of unwatched Muon."""
+    return (
+        type(optimizer) is MuonAdamW
+        and not any(_is_watched(each) or type(each) not in (_BatchedMuon, _FlatNAdam) for each in optimizer._inner)
+        and not _is_watched(optimizer)
     )
 
 
@@ -171,26 +187,26 @@ class _FlatNAdam(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step."""
         for group in self.param_groups:
-            batches: dict[tuple[Any, ...], list[Tensor]] = {}
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["step"] = int(state.get("step", 0)) + 1
-                    batches.setdefault((p.device, p.dtype, state["step"]), []).append(p)
-            for (*_, step), params in batches.items():
-                self._step_together(params, step, group)
+            for params in _of_one_age(self, group):
+                self._step_together(params, group)
 
-    def _step_together(self, params: list[Tensor], step: int, group: dict[str, Any]) -> None:
+    def _step_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        def coefficients(step: int) -> list[float]:
+            beta1, beta2 = group["betas"]
+            lookahead = (beta1 / (1 - beta1 ** (step + 1)), (1 - beta1) / (1 - beta1**step))
+            return [*lookahead, 1 - beta2**step, group["lr"], 1 - group["lr"] * group["weight_decay"]]
+
+        of_mean, of_gradient, correction, rate, decay = _coefficients(self, params, coefficients)
         beta1, beta2 = group["betas"]
         gradient = torch.cat([p.grad.flatten() for p in params])  # type: ignore[union-attr]
         mean, square = self._moments(params, "exp_avg"), self._moments(params, "exp_avg_sq")
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        size = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        ahead = mean.mul(beta1 / (1 - beta1 ** (step + 1))).add_(gradient, alpha=(1 - beta1) / (1 - beta1**step))
+        size = (square / correction).sqrt_().add_(group["eps"])
+        ahead = (mean * of_mean).add_(gradient * of_gradient)
         if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(params, _parts(ahead.div_(size).mul_(-group["lr"]), params))
+            torch._foreach_mul_(params, decay)
+        torch._foreach_sub_(params, _parts(ahead.div_(size).mul_(rate), params))
 
     def _moments(self, params: list[Tensor], name: str) -> Tensor:
         """One vector, of which the parameters' own states are parts."""
@@ -203,6 +219,35 @@ class _FlatNAdam(torch.optim.Optimizer):
             for p, part in zip(params, _parts(whole, params), strict=True):
                 self.state[p][name] = part
         return whole
+
+
+def _of_one_age(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[list[Tensor]]:
+    """The group's parameters that have gradients, by device, type and the number of steps they have taken."""
+    found: dict[tuple[Any, ...], list[Tensor]] = {}
+    for p in group["params"]:
+        if p.grad is not None:
+            state = optimizer.state[p]
+            state["step"] = int(state.get("step", 0))  # torch's own, in a file, is a tensor
+            found.setdefault((p.device, p.dtype, state["step"]), []).append(p)
+    return list(found.values())
+
+
+def _coefficients(
+    optimizer: torch.optim.Optimizer, params: list[Tensor], of_step: Callable[[int], list[float]]
+) -> Sequence[Tensor]:
+    """Count the parameters' next step; what the numbers are that depend on it, each a tensor of one."""
+    device = params[0].device
+    dtype = torch.promote_types(params[0].dtype, torch.float32)
+
+    def draw() -> Tensor:
+        step = optimizer.state[params[0]]["step"] + 1
+        for p in params:
+            optimizer.state[p]["step"] = step
+        numbers = torch.tensor(of_step(step), dtype=dtype)
+        # From memory that stays where it is the device takes them without making anybody wait.
+        return numbers if device.type != "cuda" else numbers.pin_memory().to(device, non_blocking=True)
+
+    return drawn(draw).unbind()
 
 
 def _parts(whole: Tensor, params: list[Tensor]) -> list[Tensor]:
@@ -221,37 +266,42 @@ class _BatchedMuon(torch.optim.Muon):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One step."""
         for group in self.param_groups:
-            batches: dict[tuple[Any, ...], list[tuple[Tensor, Tensor]]] = {}
-            for p, update in self._updates(group):
-                # Small ones are padded together, but not a tiny one to many times its size.
-                size = max(p.shape).bit_length() if p.numel() <= _SMALL else p.shape
-                batches.setdefault((p.device, p.dtype, size), []).append((p, update))
-            for pairs in batches.values():
-                settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-                directions = _orthogonalize([update for _, update in pairs], *settings)
-                for (p, _), direction in zip(pairs, directions, strict=True):
-                    rate = group["lr"] * math.sqrt(max(1, p.shape[0] / p.shape[1]))
-                    if group["weight_decay"]:
-                        p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.add_(direction, alpha=-rate)
+            for params in _of_one_age(self, group):
+                self._step_together(params, group)
 
-    def _updates(self, group: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
-        """The parameters that have gradients, and their momentum."""
-        params = [p for p in group["params"] if p.grad is not None]
-        if not params:
-            return []
-        gradients, states, beta = [p.grad for p in params], [self.state[p] for p in params], group["momentum"]
-        for p, state in zip(params, states, strict=True):
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(p.grad)
-            state["step"] = state.get("step", 0) + 1
-        buffers, steps = [state["momentum_buffer"] for state in states], [state["step"] for state in states]
-        torch._foreach_lerp_(buffers, gradients, 1 - beta)
-        ahead = 1 if group["nesterov"] else 0
-        updates = torch._foreach_mul(buffers, [beta**ahead / (1 - beta ** (t + ahead)) for t in steps])
-        if ahead:
-            torch._foreach_add_(updates, torch._foreach_mul(gradients, [(1 - beta) / (1 - beta**t) for t in steps]))
-        return list(zip(params, updates, strict=True))
+    def _step_together(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        def coefficients(step: int) -> list[float]:
+            beta, ahead = group["momentum"], 1 if group["nesterov"] else 0
+            lookahead = (beta**ahead / (1 - beta ** (step + ahead)), (1 - beta) / (1 - beta**step))
+            return [*lookahead, group["lr"], 1 - group["lr"] * group["weight_decay"]]
+
+        *lookahead, rate, decay = _coefficients(self, params, coefficients)
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, decay)
+        batches: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for p, update in zip(params, self._updates(params, group, *lookahead), strict=True):
+            # Small ones are padded together, but not a tiny one to many times its size.
+            size = max(p.shape).bit_length() if p.numel() <= _SMALL else p.shape
+            batches.setdefault(size, []).append((p, update))
+        for pairs in batches.values():
+            settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            for (p, _), direction in zip(pairs, _orthogonalize([u for _, u in pairs], rate, *settings), strict=True):
+                p.add_(direction, alpha=-math.sqrt(max(1, p.shape[0] / p.shape[1])))
+
+    def _updates(
+        self, params: list[Tensor], group: dict[str, Any], of_momentum: Tensor, of_gradient: Tensor
+    ) -> Sequence[Tensor]:
+        """The parameters' momentum."""
+        gradients = [p.grad for p in params if p.grad is not None]
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = torch._foreach_mul(buffers, of_momentum)
+        if group["nesterov"]:
+            torch._foreach_add_(updates, torch._foreach_mul(gradients, of_gradient))
+        return updates
 
 
 _SMALL = 2**15
@@ -259,9 +309,9 @@ _SMALL = 2**15
 
 
 def _orthogonalize(
-    updates: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
+    updates: list[Tensor], length: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> list[Tensor]:
-    """Muon's Newton-Schulz iteration on several matrices of one type.
+    """Muon's Newton-Schulz iteration on several matrices of one type, times ``length``.
 
     Matrices of different shapes are padded with zeros, which the iteration keeps.
     """
@@ -273,6 +323,7 @@ def _orthogonalize(
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x * length
     return [
         direction.mT if update.shape[0] > update.shape[1] else direction
         for update, direction in zip(updates, _own(x, wide), strict=True)

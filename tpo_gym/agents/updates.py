@@ -21,17 +21,21 @@ def fit(model: GroupAlgorithm, rollout: GroupRollout, frozen: dict[str, Tensor],
     Returns:
         The means over the epochs of the loss, the gradient's norm and the policy's entropy, ``(3,)``.
     """
-    optimizer, epochs = model.policy.optimizer, []
+    captured = model._captured if model._captured is not None and model._captured.prepared is not None else None
+    epochs = []
     for _ in range(model.n_epochs):
-        if model._captured is not None and model._captured.prepared is not None:
-            loss, entropy, norm, _ = model._captured.backward(rollout)
+        if captured is not None:
+            loss, entropy, norm, _ = captured.backward(rollout)
         else:
             loss, entropy, norm = _backward_whole(model, rollout, frozen, weights)
         if model.max_grad_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(model.policy.parameters(), model.max_grad_norm, norm)
         if Mail.is_here(norm):  # elsewhere that would wait for the device: checked after the epochs
             model._check_gradient(float(norm))
-        take_step(optimizer)
+        if captured is not None:
+            captured.step()
+        else:
+            take_step(model.policy.optimizer)
         epochs.append(torch.stack([loss, norm, entropy]))
         model._n_updates += 1
     return epochs[0] if len(epochs) == 1 else torch.stack(epochs).mean(0)
