@@ -416,9 +416,10 @@ class GroupAlgorithm(ReportingMixin, CheckpointMixin, BaseAlgorithm):
         """Compile the updates (``torch.compile``), for the rest of this object's life.
 
         On one-step tasks of this package all that an update computes before its optimizer steps is recorded and
-        compiled as one function, and a step of ``MuonAdamW`` as another, unless a callback listens or something of somebody else's takes part; elsewhere the
-        loss of a batch is compiled, whose shapes must not change from batch to batch. Takes some seconds and pays in
-        long trainings, and where a GPU waits for launches. Where it fails training goes on without, with a warning.
+        compiled as one function, and a step of ``MuonAdamW`` as another, unless a callback listens or something of
+        somebody else's takes part; elsewhere the loss of a batch is compiled, whose shapes must not change from batch
+        to batch. Takes some seconds and pays in long trainings, and where a GPU waits for launches. Where it fails
+        training goes on without, with a warning.
 
         Args:
             options: Arguments of ``torch.compile``. Without ``mode``, ``options`` and ``backend``:
