@@ -12,7 +12,8 @@ import pytest
 
 from tpo_gym.experiments.__main__ import main, parse
 from tpo_gym.experiments.registry import EXPERIMENTS
-from tpo_gym.experiments.run import finished_seeds, load, run_folder
+from tpo_gym.experiments.run import load
+from tpo_gym.experiments.settings import finished_seeds, run_folder
 from tpo_gym.experiments.workers import Job
 from tpo_gym.experiments.workers import run_all as run_locally
 

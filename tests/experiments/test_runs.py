@@ -15,7 +15,8 @@ import pytest
 from tpo_gym.experiments.__main__ import main, parse
 from tpo_gym.experiments.experiment import Experiment
 from tpo_gym.experiments.registry import EXPERIMENTS
-from tpo_gym.experiments.run import Stopped, carry_out, carry_out_together, finished_seeds, load, run_folder
+from tpo_gym.experiments.run import Stopped, carry_out, carry_out_together, load
+from tpo_gym.experiments.settings import finished_seeds, run_folder
 from tpo_gym.experiments.workers import Job, bundles
 
 pytest.importorskip("scipy")

@@ -25,6 +25,7 @@ from tpo_gym.agents.policies import ActorPolicy
 from tpo_gym.agents.stack import SeedRandom
 from tpo_gym.agents.stack_observer import StackObserver
 from tpo_gym.agents.stacked import train_stacked
+from tpo_gym.worker_processes import end_with_parent
 
 REPORT_SECONDS = 0.5
 """Time between two looks at the workers."""
@@ -138,6 +139,7 @@ class _WatchAll(StackObserver):
 def _initialize(progress: Any, stop: Any) -> None:
     global _shared
     _shared = progress, stop
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     torch.set_num_threads(1)
 

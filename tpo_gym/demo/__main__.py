@@ -15,6 +15,8 @@ from typing import Any
 
 from rich.console import Console
 
+from tpo_gym.worker_processes import warm_up
+
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     # Everything below loads torch; --help need not wait for it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warm_up("tpo_gym.demo.workers")
     from tpo_gym.demo import report
     from tpo_gym.demo.display import Display
     from tpo_gym.demo.jobs import SETTINGS, TASKS, Job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import queue
 import signal
 import traceback
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tpo_gym.demo.jobs import Job, Result, run
+from tpo_gym.worker_processes import end_with_parent, worker_context
 
 
 class Event(NamedTuple):
@@ -29,6 +29,7 @@ class JobFailed(RuntimeError):
 
 
 def _work(tasks: Any, events: Any) -> None:
+    end_with_parent()
     torch.set_num_threads(1)
     while (item := tasks.get()) is not None:
         number, job = item
@@ -54,7 +55,7 @@ def run_all(jobs: Sequence[Job], n_workers: int) -> Iterator[Event | None]:
     Raises:
         JobFailed: At the first run that ends with an error, or whose process dies.
     """
-    context = multiprocessing.get_context("spawn")
+    context = worker_context()
     tasks, events = context.SimpleQueue(), context.Queue()
     for item in [*enumerate(jobs), *[None] * n_workers]:
         tasks.put(item)

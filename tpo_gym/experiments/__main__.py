@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ from rich.console import Console
 
 from tpo_gym.experiments.experiment import Experiment
 from tpo_gym.experiments.registry import EXPERIMENTS
+from tpo_gym.experiments.settings import Settings, is_finished, run_folder
+from tpo_gym.worker_processes import warm_up
 
 if TYPE_CHECKING:
     from tpo_gym.experiments.workers import Event, Job
@@ -135,12 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_missing(experiments: Sequence[Experiment], options: argparse.Namespace, console: Console) -> int:
     """Carry out the runs that are not there yet; returns how many failed."""
-    from tpo_gym.experiments.build import pick_device
-    from tpo_gym.experiments.display import Display
-    from tpo_gym.experiments.run import is_finished, run_folder
-    from tpo_gym.experiments.workers import Job
-
-    jobs: dict[Path, Job] = {}  # experiments share runs with equal settings
+    missing: dict[Path, tuple[str, Settings, int]] = {}  # experiments share runs with equal settings
     done: set[Path] = set()
     for experiment in experiments:
         for seed in range(options.first_seed, options.first_seed + (options.seeds or experiment.seeds)):
@@ -150,17 +147,28 @@ def _run_missing(experiments: Sequence[Experiment], options: argparse.Namespace,
                     done.add(folder)
                     continue
                 label = " ".join(part for part in (experiment.name, cell.panel, cell.method) if part)
-                jobs.setdefault(folder, Job(label, cell.settings, seed, folder, pick_device(options.device)))
-    console.print(f"{len(jobs)} runs to do, {len(done)} are there already.", highlight=False)
-    failures = 0
-    if jobs:
-        queue = list(jobs.values())
-        with Display(queue, console) as display:
-            for event in _events(queue, options):
-                display.show(event)
-                failures += event is not None and event.failure is not None
+                missing.setdefault(folder, (label, cell.settings, seed))
+    console.print(f"{len(missing)} runs to do, {len(done)} are there already.", highlight=False)
+    failures = _run(missing, options, console) if missing else 0
     if failures:
         console.print(f"{failures} runs failed, see above.", style="red")
+    return failures
+
+
+def _run(missing: Mapping[Path, tuple[str, Settings, int]], options: argparse.Namespace, console: Console) -> int:
+    if options.backend == "local":
+        warm_up("tpo_gym.experiments.workers")  # before torch is imported here, so that both do it at once
+    from tpo_gym.experiments.build import pick_device
+    from tpo_gym.experiments.display import Display
+    from tpo_gym.experiments.workers import Job
+
+    device = pick_device(options.device)
+    jobs = [Job(label, settings, seed, folder, device) for folder, (label, settings, seed) in missing.items()]
+    failures = 0
+    with Display(jobs, console) as display:
+        for event in _events(jobs, options):
+            display.show(event)
+            failures += event is not None and event.failure is not None
     return failures
 
 

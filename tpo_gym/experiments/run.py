@@ -33,22 +33,6 @@ class Stopped(Exception):
     """The run was asked to end early; nothing is kept of it."""
 
 
-def run_folder(out: Path, settings: Settings, seed: int) -> Path:
-    """Where a run is kept."""
-    return out / "runs" / settings.folder / f"seed-{seed}"
-
-
-def is_finished(folder: Path) -> bool:
-    """Whether the run ended; a run that was interrupted begins anew."""
-    return (folder / "settings.json").exists()
-
-
-def finished_seeds(out: Path, settings: Settings) -> list[int]:
-    """Seeds of all runs with these settings that ended."""
-    folders = (out / "runs" / settings.folder).glob("seed-*")
-    return sorted(int(folder.name.removeprefix("seed-")) for folder in folders if is_finished(folder))
-
-
 def carry_out(settings: Settings, seed: int, folder: Path, device: str, progress: Progress) -> float:
     """Train, and write ``curves.npz``, ``settings.json`` and TensorBoard events.
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from tpo_gym.values import read_value
@@ -78,6 +79,22 @@ class Settings:
         group = f"K{self.group_size}" if self.group_size > 1 else ""
         words = [self.task, size, self.algorithm, group, f"B{self.batch}", f"T{self.updates}", self.digest]
         return "-".join(word for word in words if word)
+
+
+def run_folder(out: Path, settings: Settings, seed: int) -> Path:
+    """Where a run is kept."""
+    return out / "runs" / settings.folder / f"seed-{seed}"
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run ended; a run that was interrupted begins anew."""
+    return (folder / "settings.json").exists()
+
+
+def finished_seeds(out: Path, settings: Settings) -> list[int]:
+    """Seeds of all runs with these settings that ended."""
+    folders = (out / "runs" / settings.folder).glob("seed-*")
+    return sorted(int(folder.name.removeprefix("seed-")) for folder in folders if is_finished(folder))
 
 
 def parse_override(text: str, settings: Settings) -> Changes:

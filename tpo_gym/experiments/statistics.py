@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tpo_gym.experiments.experiment import Cell, Claim
-from tpo_gym.experiments.run import finished_seeds, load, run_folder
+from tpo_gym.experiments.run import load
+from tpo_gym.experiments.settings import finished_seeds, run_folder
 
 RESAMPLES = 2000
 LEVEL = 0.95

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import queue
 import signal
 import time
@@ -22,6 +21,7 @@ from tpo_gym.experiments.record import Progress
 from tpo_gym.experiments.record_stacked import AT_ONCE
 from tpo_gym.experiments.run import Stopped, carry_out, carry_out_together
 from tpo_gym.experiments.settings import Settings
+from tpo_gym.worker_processes import end_with_parent, worker_context
 
 STACKED_SEEDS = 8
 """A worker stacks the seeds of a bandit where it has so many."""
@@ -57,6 +57,7 @@ class Event(NamedTuple):
 def _initialize(events: Any, stop: Any) -> None:
     global _events, _stop
     _events, _stop = events, stop
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to end
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # the moments of gradients that vanished would slow every step of Adam
@@ -150,7 +151,7 @@ def run_all(jobs: Sequence[Job], n_workers: int) -> Iterator[Event | None]:
     Raises:
         RuntimeError: If a process died, for want of memory for example.
     """
-    context = multiprocessing.get_context("spawn")
+    context = worker_context()
     events, stop = context.Queue(), context.Event()
     with ProcessPoolExecutor(n_workers, context, _initialize, (events, stop)) as pool:
         futures: list[Future[None]] = [
