@@ -200,18 +200,23 @@ def expected_advantages(scores: Tensor, probabilities: Tensor, eps: float = 1e-8
     return centred / ((probabilities * centred.square()).sum(-1, keepdim=True).sqrt() + eps)
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    """``r = log π_θ - log π_old`` clamped to ±20, so that its exponential stays a number."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """``min(e^r A, clip(e^r, 1 - clip_low, 1 + clip_high) A)``, elementwise (PPO, Schulman et al. 2017, equation 7).
 
-    ``r`` is clamped to ±20 before the exponential. DAPO (Yu et al. 2025) sets ``clip_high > clip_low``.
+    ``r`` is :func:`bounded`. DAPO (Yu et al. 2025) sets ``clip_high > clip_low``.
     """
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    ratio = log_ratio.exp()
+    free, clipped = ratio * advantages, ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages
+    return torch.where(free <= clipped, free, clipped)  # the gradient takes a third of minimum's operations
 
 
 def kl_penalty(log_ratio: Tensor) -> Tensor:
-    """Estimate of KL(π_θ‖π_old), ``e^-r + r - 1`` with ``r = log π_θ - log π_old`` clamped to ±20 (TPO, section 3)."""
-    log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    """Estimate of KL(π_θ‖π_old), ``e^-r + r - 1``; ``r`` is :func:`bounded` (TPO, section 3)."""
     return torch.exp(-log_ratio) + log_ratio - 1
 
 
@@ -241,7 +246,7 @@ def grpo_loss(
     Returns:
         ``(B,)``.
     """
-    log_ratio = _as_float(log_probs) - _as_float(old_log_probs).detach()
+    log_ratio = bounded(_as_float(log_probs) - _as_float(old_log_probs).detach())
     high = clip_range if clip_range_high is None else clip_range_high
     value = clipped_surrogate(log_ratio, advantages.detach(), clip_range, high)
     if beta:
@@ -265,7 +270,7 @@ def gspo_loss(
     """
     log_ratio = (_as_float(log_probs) - _as_float(old_log_probs).detach()) / lengths.clamp(min=1)
     high = clip_range if clip_range_high is None else clip_range_high
-    return -clipped_surrogate(log_ratio, advantages.detach(), clip_range, high).mean(-1)
+    return -clipped_surrogate(bounded(log_ratio), advantages.detach(), clip_range, high).mean(-1)
 
 
 def centred_advantages(scores: Tensor) -> Tensor:

@@ -342,7 +342,7 @@ class TargetPOTrainer(GRPOTrainer):
     def _penalty(self, per_token: Tensor, reference: Tensor, mask: Tensor) -> Tensor:
         """``beta`` times this micro-batch's part of the mean divergence from the reference model."""
         assert self._rollout is not None
-        divergence = objectives.kl_penalty(per_token - reference)
+        divergence = objectives.kl_penalty(objectives.bounded(per_token - reference))
         self._log_token_mean("kl", divergence, mask)
         by_token = self.args.kl_normalization == "token"
         count = self._rollout.lengths.sum() if by_token else len(self._rollout.lengths)
